@@ -93,13 +93,11 @@ def two_layers() -> Path:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    from torchlake.processes.hardware import cpu_facts
+
     packages = ("torch", "transformers", "pyarrow", "torchlake")
     return {
-        "cpu": cpu,
+        "cpu": cpu_facts().get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.system(),
         "python": platform.python_version(),

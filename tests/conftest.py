@@ -11,6 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
 # Sessions live for seconds: on a small machine the JVM's optimizing compiler costs more than it gives back.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+# torch, MKL and oneDNN, also OpenVINO's, are limited to the same class of CPUs; they read this when they load.
+if cpu_class := os.environ.get("TORCHLAKE_TEST_CPU"):
+    os.environ["ONEDNN_MAX_CPU_ISA"] = cpu_class.upper()
+    if cpu_class.startswith("avx2"):
+        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hypothesis
@@ -19,6 +24,7 @@ import pytest
 import forked
 import tiny
 from torchlake import plugins
+from torchlake.processes.hardware import CPU_FEATURES, cpu_features
 
 # The default, 200 ms an example, fails on a machine that does other work too.
 hypothesis.settings.register_profile("torchlake", deadline=None)
@@ -56,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """The processes of a run share one server of forks."""
     if not hasattr(config, "workerinput"):
         config.add_cleanup(forked.open_session().cleanup)
+
+
+def pytest_report_header() -> str:
+    features = ", ".join(name for flag, name in CPU_FEATURES.items() if flag in cpu_features())
+    return f"CPU: {features or 'without instructions that tests depend on'}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchlake.processes.hardware import cpu_facts
+
 TOLERANCE = 2e-5
 "On another machine or torch."
 BETWEEN_STRATEGIES = 1e-5
@@ -19,9 +21,7 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    facts = cpu_facts()
     processor = " ".join(facts.get(name, "?") for name in ("model name", "cpu family", "model", "stepping"))
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor}"
 

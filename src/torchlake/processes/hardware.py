@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 import subprocess
 import sys
 from functools import cache
@@ -9,7 +10,31 @@ from pathlib import Path
 
 import psutil
 
+from torchlake.errors import UsageError
+
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+
+CPU_FEATURES = {
+    "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 bf16",
+    "amx_tile": "AMX",
+    "amx_bf16": "AMX bf16",
+    "amx_int8": "AMX int8",
+}
+"The instruction sets that a result or a choice depends on: the name in /proc/cpuinfo -> the name in messages."
+TEST_CPU = "TORCHLAKE_TEST_CPU"
+CPU_CLASSES = {
+    "avx2": ("avx2",),
+    "avx2_vnni": ("avx2", "avx_vnni"),
+    "avx512_core": ("avx2", "avx512f"),
+    "avx512_core_vnni": ("avx2", "avx512f", "avx512_vnni"),
+    "avx512_core_bf16": ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+}
+"The values of TORCHLAKE_TEST_CPU, named as in oneDNN's ONEDNN_MAX_CPU_ISA: the instruction sets that tests may use."
 
 
 def cores() -> int:
@@ -97,24 +122,57 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.splitlines())
 
 
+def cpu_facts() -> dict[str, str]:
+    """Return what /proc/cpuinfo says about the first processor, such as "vendor_id"; empty on other systems."""
+    return _cpu_facts(CPUINFO)
+
+
 @cache
-def cpu_flags() -> frozenset[str]:
-    """Return the words of /proc/cpuinfo, such as "AuthenticAMD" and "avx512_vnni"; empty on other systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    return frozenset(text.split())
+def _cpu_facts(path: Path) -> dict[str, str]:
+    try:
+        first = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def cpu_features() -> frozenset[str]:
+    """Return those of CPU_FEATURES that the CPU has; within a class of CPUs if TORCHLAKE_TEST_CPU names one.
+
+    Raises UsageError for a class that is not in CPU_CLASSES.
+    """
+    found = CPU_FEATURES.keys() & cpu_facts().get("flags", "").split()
+    name = os.environ.get(TEST_CPU)
+    if not name:
+        return frozenset(found)
+    if name not in CPU_CLASSES:
+        raise UsageError(f"{TEST_CPU} is {name!r}; it has to be one of {', '.join(CPU_CLASSES)}.")
+    return frozenset(found.intersection(CPU_CLASSES[name]))
 
 
 def supports_bf16() -> bool:
     """Return whether the CPU multiplies bf16 numbers (AVX512-BF16 or AMX)."""
-    return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
+    return bool({"avx512_bf16", "amx_bf16"} & cpu_features())
+
+
+def prefers_onednn() -> bool:
+    """Return whether oneDNN multiplies fp32 matrices faster than MKL, which uses AVX2 at most on AMD's CPUs."""
+    return cpu_facts().get("vendor_id") == "AuthenticAMD" and "avx512f" in cpu_features()
+
+
+def bf16_refusal() -> str | None:
+    """Return why products of bf16 numbers would be emulated on this CPU; None if it has them."""
+    if supports_bf16():
+        return None
+    return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'compiled'"
 
 
 def int8_refusal() -> str | None:
-    """Return why int8 products would be wrong on this CPU; None if they are right.
+    """Return why 8-bit products would be wrong on this CPU; None if they are right.
 
-    On x86 without VNNI, oneDNN and ONNX Runtime use an instruction that adds two products in 16 bits, which overflow.
+    On x86 without VNNI, oneDNN, OpenVINO and ONNX Runtime use an instruction that adds two products in 16 bits. 255 x
+    127 + 255 x 127 is 64,770, and it gives 32,767.
     """
-    if "avx2" in cpu_flags() and not {"avx512_vnni", "avx_vnni"} & cpu_flags():
-        return "this CPU lacks an 8-bit product that does not overflow (VNNI): use 'openvino_int8'"
+    if platform.machine().lower() in ("x86_64", "amd64") and not {"avx512_vnni", "avx_vnni"} & cpu_features():
+        return "this CPU lacks an 8-bit product that does not overflow (VNNI): use 'varlen' or 'openvino'"
     return None

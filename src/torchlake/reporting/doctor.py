@@ -18,7 +18,14 @@ import psutil
 
 from torchlake.display import Shown, count, shown
 from torchlake.errors import pip_install
-from torchlake.processes.hardware import available_memory, cgroup_cores, cgroup_memory, cores
+from torchlake.processes.hardware import (
+    CPU_FEATURES,
+    available_memory,
+    cgroup_cores,
+    cgroup_memory,
+    cores,
+    cpu_features,
+)
 
 CORE = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),
@@ -58,8 +65,6 @@ OPTIONAL: dict[str, str | None] = {
 }
 # Below these, loading data can run code or corrupt memory (see the projects' security notes).
 SECURITY_FLOORS = {"torch": (2, 10), "transformers": (5, 5), "ray": (2, 55)}
-CPU_FLAGS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx512_bf16": "AVX-512 bf16"}
-AMX_FLAGS = {"amx_tile": "AMX", "amx_bf16": "AMX bf16", "amx_int8": "AMX int8"}
 LOW_DISK_BYTES = 5 * 2**30
 LOW_MEMORY_BYTES = 2 * 2**30
 
@@ -168,26 +173,17 @@ def _devices() -> tuple[dict[str, Any], str | None]:
 
 
 def _machine() -> dict[str, Any]:
+    features = [name for flag, name in CPU_FEATURES.items() if flag in cpu_features()]
     return {
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "cores_usable": cores(),
         "cores_cgroup_limit": cgroup_cores(),
-        "cpu_features": ", ".join(_cpu_features()) or "none that affects the choice of a runtime",
+        "cpu_features": ", ".join(features) or "none that affects the choice of a runtime",
         "memory": psutil.virtual_memory().total,
         "memory_available": available_memory(),
         "memory_cgroup_limit": cgroup_memory(),
     }
-
-
-def _cpu_features() -> list[str]:
-    """Return the instruction sets that affect the choice of a runtime; empty without /proc."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
-    return [name for flag, name in {**CPU_FLAGS, **AMX_FLAGS}.items() if flag in flags]
 
 
 def _storage() -> dict[str, dict[str, Any]]:

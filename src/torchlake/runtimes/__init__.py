@@ -7,7 +7,7 @@ A runtime is a module with
     never: dict[str, str]       reasons for some of the others: task name -> reason; refused before any work
     TOKEN_TYPES: bool           whether it computes pairs of texts with token types
     refusal(folder) -> str | None
-                                why it cannot run this model with the installed libraries; cheap, without torch
+                                why it cannot run this model here, as `first_reason` orders it; cheap, without torch
     load(folder, spec, *, device) -> Forward
                                 raises UsageError for an unsupported device
 
@@ -35,3 +35,8 @@ from collections.abc import Callable
 import numpy as np
 
 Forward = Callable[..., np.ndarray]
+
+
+def first_reason(*, model: str | None = None, machine: str | None = None, library: str | None = None) -> str | None:
+    """Return the reason that lasts longest: the model's on every machine, then this machine's, then a library's."""
+    return model or machine or library

@@ -6,20 +6,24 @@ from pathlib import Path
 
 from torchlake.errors import UsageError, pip_install
 from torchlake.models import exports, folders
+from torchlake.processes import hardware
+from torchlake.runtimes import first_reason
 
 MAX_WEIGHT_BYTES = 2_000_000_000
 "An ONNX file is a protocol buffer, which is limited to 2 GiB."
 
 
-def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | None:
-    """Return why the model cannot be exported with the installed libraries, or None."""
-    for library in libraries:
-        if find_spec(library) is None:
-            return f"the library {library!r} is not installed: {pip_install(f'torchlake[{extra}]')}"
+def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...], quantized: bool = False) -> str | None:
+    """Return why the model cannot be exported, or its export (`quantized`: in 8 bits) not run here, or None."""
     size = folders.weight_bytes(folder)
-    if size > MAX_WEIGHT_BYTES:
-        return f"its weights take {size / 1e9:.1f} GB, but an ONNX file holds 2 GB: use 'varlen' or 'eager'"
-    return None
+    missing = next((library for library in libraries if find_spec(library) is None), None)
+    return first_reason(
+        model=f"its weights take {size / 1e9:.1f} GB, but an ONNX file holds 2 GB: use 'varlen' or 'eager'"
+        if size > MAX_WEIGHT_BYTES
+        else None,
+        machine=hardware.int8_refusal() if quantized else None,
+        library=missing and f"the library {missing!r} is not installed: {pip_install(f'torchlake[{extra}]')}",
+    )
 
 
 def export_folder(folder: Path, name: str, *, calibrated: bool, task: str) -> Path:

@@ -1,8 +1,8 @@
 """Which library multiplies fp32 matrices: torch's default, or oneDNN where that is known to be faster.
 
-torch uses MKL, which is limited to AVX2 on CPUs that are not Intel's. On AMD's CPUs with AVX-512 oneDNN was
-measured at 1.07 to 2.2 times its speed, and it fuses the operations after a product (the bias, GELU, the residual). The
-choice depends on the maker and is not timed, so that a retry makes the same one.
+torch uses MKL, which is limited to AVX2 on CPUs that are not Intel's. On AMD's CPUs with AVX-512 oneDNN was measured at
+1.07 to 2.2 times its speed, and it fuses the operations after a product (the bias, GELU, the residual). With AVX2 alone
+MKL is at least as fast. The choice depends on the CPU and is not timed, so that a retry makes the same one.
 
 oneDNN compiles a kernel for each number of rows, in milliseconds, and keeps the last thousand, each with memory of the
 size of the weights. So x gets rows of zeros up to a multiple of `STEP`: a copy of x, but a few kernels in all.
@@ -32,7 +32,7 @@ def use_onednn() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "AuthenticAMD" in hardware.cpu_flags()
+        and hardware.prefers_onednn()
     )
 
 

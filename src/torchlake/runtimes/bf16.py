@@ -12,7 +12,7 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
 
 TOLERANCE = 0.02
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
@@ -25,9 +25,7 @@ TOKENS = 512
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
-    if not hardware.supports_bf16():
-        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'int8'"
-    return _packed.refusal(folder)
+    return first_reason(model=_packed.refusal(folder), machine=hardware.bf16_refusal())
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -36,8 +34,10 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU use 'varlen', which is in bf16 there.")
-    if not hardware.supports_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        reason = refusal(folder) or "this torch was built without oneDNN: use 'varlen'"
+    reason = refusal(folder)
+    if reason is None and not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        reason = "this torch was built without oneDNN: use 'varlen'"
+    if reason is not None:
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
     if _packed.is_one(folder):
         return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)

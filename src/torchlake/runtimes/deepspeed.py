@@ -15,7 +15,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, first_reason
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +34,18 @@ AGREEMENT = 0.05
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None; quick checks only."""
-    if find_spec("deepspeed") is None:
-        return f"the library 'deepspeed' is not installed: {pip_install('torchlake[deepspeed]')}"
-    if not any(Path(device).exists() for device in DEVICES):
-        return "its kernels exist for CUDA only, and there is no GPU here: use 'int8', 'varlen' or 'openvino_int8'"
     kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
-    if kind not in KINDS:
-        return f"it has kernels for {', '.join(KINDS)}, not for {kind!r}: use 'compiled' or 'eager'"
-    return None
+    return first_reason(
+        model=None
+        if kind in KINDS
+        else f"it has kernels for {', '.join(KINDS)}, not for {kind!r}: use 'compiled' or 'eager'",
+        machine=None
+        if any(Path(device).exists() for device in DEVICES)
+        else "its kernels exist for CUDA only, and there is no GPU here: use 'varlen' or 'openvino'",
+        library=None
+        if find_spec("deepspeed")
+        else f"the library 'deepspeed' is not installed: {pip_install('torchlake[deepspeed]')}",
+    )
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -52,8 +56,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """
     if device == "cpu":
         raise UsageError(
-            "The runtime 'deepspeed' has kernels for CUDA only. On a CPU use 'int8', 'openvino_int8' or 'onnx_int8' "
-            "(8 bits), or 'varlen' (exact)."
+            "The runtime 'deepspeed' has kernels for CUDA only. On a CPU use 'varlen' or 'openvino', or with VNNI "
+            "'int8' or 'openvino_int8' (8 bits)."
         )
     import torch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
 
 TOLERANCE = 0.05
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
@@ -30,16 +30,16 @@ SMALLEST_SCALE = 1e-30
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
-    return hardware.int8_refusal() or _packed.refusal(folder)
+    return first_reason(model=_packed.refusal(folder), machine=hardware.int8_refusal())
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder with int8 layers. Raises the errors of `models.load_model`, and UsageError on a GPU."""
+    """Load the encoder with int8 layers. Raises the errors of `models.load_model`, and UsageError if it cannot run here."""
     import torch
 
     if device != "cpu":
         raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU use 'varlen'.")
-    if reason := hardware.int8_refusal():
+    if reason := refusal(folder):
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError("The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Use 'varlen'.")

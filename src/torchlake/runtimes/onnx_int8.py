@@ -5,6 +5,7 @@ bits, which overflow, so this runtime refuses them. Nothing is compiled per shap
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
-from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _onnx_int8
 
 TOLERANCE = 0.06
@@ -20,11 +20,7 @@ CALIBRATED = True
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
-
-
-def refusal(folder: Path) -> str | None:
-    """Return why the model cannot run here, or None."""
-    return hardware.int8_refusal() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
+refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxruntime"), quantized=True)
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -38,9 +34,9 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the export. Raises UsageError on a GPU, without VNNI, and without an export of these weights."""
+    """Load the export. Raises UsageError if it cannot run here, and without an export of these weights."""
     _exported.check_cpu("onnx_int8", device)
-    if reason := hardware.int8_refusal():
+    if reason := refusal(folder):
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
     export = _exported.export_folder(folder, "onnx_int8", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

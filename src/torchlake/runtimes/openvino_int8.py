@@ -1,7 +1,8 @@
 """OpenVINO on CPUs with 8-bit linear layers, calibrated on the user's rows (`_calibration.py`, `_openvino.py`).
 
 It uses the 8-bit graph of `onnx_int8`; OpenVINO fuses more of it. Everything else is in bf16 if the CPU multiplies it,
-otherwise in fp32. The layout of attention also depends on the length of the rows.
+otherwise in fp32. The layout of attention also depends on the length of the rows. On x86 CPUs without VNNI its products
+overflow as those of `onnx_int8` do, and it is refused.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _openvino
@@ -21,7 +23,7 @@ CALIBRATED = True
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
-refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
+refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"), quantized=True)
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -40,8 +42,10 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
+    """Load the export. Raises UsageError if it cannot run here, and without an export of these weights."""
     _exported.check_cpu("openvino_int8", device)
+    if reason := refusal(folder):
+        raise UsageError(f"The runtime 'openvino_int8' cannot run {folder}: {reason}")
     export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED, task=spec.task)
     return _openvino.forward(export, precision=_precision())
 

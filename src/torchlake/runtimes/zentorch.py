@@ -18,7 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
 from torchlake.models.load import EMBEDS
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _compiler
+from torchlake.runtimes import Forward, _compiler, first_reason
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,10 @@ SMALLEST = {EMBEDS: 0.1}
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
+    return first_reason(model=_compiler.refusal(folder), machine=hardware.bf16_refusal(), library=_missing())
+
+
+def _missing() -> str | None:
     release = ".".join(version("torch").split(".")[:2])
     install = pip_install(f"zentorch=={release}.*")
     try:
@@ -45,9 +49,7 @@ def refusal(folder: Path) -> str | None:
         return f"the library 'zentorch' is not installed: {install}"
     if found != release:
         return f"zentorch {found} is made for torch {found}, but this is {release}: {install}"
-    if not hardware.supports_bf16():
-        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'compiled'"
-    return _compiler.refusal(folder)
+    return None
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:

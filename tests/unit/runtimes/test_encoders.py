@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
+from cpus import needs_bf16, needs_int8
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load
@@ -47,6 +48,7 @@ def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_pat
     )
 
 
+@needs_int8
 @pytest.mark.parametrize("shift", [None, 0.17])
 def test_an_8_bit_product_is_off_by_its_rounding_only(shift: float | None) -> None:
     """Each number is off by at most half a step, a product by half a step per term of its sum; every token apart."""
@@ -86,13 +88,13 @@ def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
 
 
 def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
+    monkeypatch.setenv(hardware.TEST_CPU, "avx512_core_vnni")
     assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="no product of bf16"):
         bf16.load(tiny_model, load.load_spec(tiny_model), device="cpu")
 
 
-@pytest.mark.skipif(not hardware.supports_bf16(), reason="this CPU does not multiply bf16")
+@needs_bf16
 @pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
 def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
     """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""

@@ -140,9 +140,9 @@ def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, mo
     assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
 
 
-@pytest.mark.parametrize("name", ["int8", "onnx_int8"])
+@pytest.mark.parametrize("name", ["int8", "onnx_int8", "openvino_int8"])
 def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    monkeypatch.setenv(hardware.TEST_CPU, "avx512_core")
     runtime = plugins.load("runtimes", name)
     assert "VNNI" in str(runtime.refusal(exported))
     with pytest.raises(UsageError, match="VNNI"):
