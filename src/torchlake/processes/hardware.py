@@ -2,7 +2,6 @@
 
 import math
 import os
-import platform
 import subprocess
 import sys
 from functools import cache
@@ -173,6 +172,7 @@ def int8_refusal() -> str | None:
     On x86 without VNNI, oneDNN, OpenVINO and ONNX Runtime use an instruction that adds two products in 16 bits. 255 x
     127 + 255 x 127 is 64,770, and it gives 32,767.
     """
-    if platform.machine().lower() in ("x86_64", "amd64") and not {"avx512_vnni", "avx_vnni"} & cpu_features():
+    x86 = "flags" in cpu_facts()  # others call them features
+    if x86 and not {"avx512_vnni", "avx_vnni"} & cpu_features():
         return "this CPU lacks an 8-bit product that does not overflow (VNNI): use 'varlen' or 'openvino'"
     return None

@@ -42,7 +42,7 @@ def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("runtime", [compiled, with_zentorch])
+@pytest.mark.parametrize("runtime", [compiled, zentorch])
 def test_compiling_needs_a_compiler(runtime: ModuleType, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(_compiler, "find_spec", lambda name: None)
@@ -103,7 +103,7 @@ def test_it_leaves_the_settings_of_the_compiler_alone(tiny_model: Path) -> None:
     assert torch._inductor.config.joint_custom_post_pass is None
 
 
-def test_zentorch_says_what_is_missing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zentorch_says_what_is_missing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.1+cpu"}
 
     def version(name: str) -> str:
@@ -112,6 +112,9 @@ def test_zentorch_says_what_is_missing(tiny_model: Path, monkeypatch: pytest.Mon
         return versions[name]
 
     monkeypatch.setattr(zentorch, "version", version)
+    (tmp_path / "cpuinfo").write_text("flags : avx2 avx512f avx512_bf16\n")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv(hardware.TEST_CPU, raising=False)
     assert f"not installed: {pip_install('zentorch==2.13.*')}" in (zentorch.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="the library 'zentorch' is not installed"):
         zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
