@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 DEMO := demo
+CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test_runtime_choice.py \
+	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
+	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.
@@ -14,8 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check docs docs-serve reference notebook orchestrators gpu faults migration mutants bench bench-scoring \
-	bench-training bench-spark bench-ray format clean
+.PHONY: demo test test-avx2 check docs docs-serve reference notebook orchestrators gpu faults migration mutants bench \
+	bench-scoring bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
 demo: $(DEMO_STAMP)
@@ -27,6 +30,11 @@ demo: $(DEMO_STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup --no-loadscope-reorder
 	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
+
+# The tests of what depends on the CPU, limited to AVX2 on any machine (docs/explanation/runtimes.md names the classes).
+# tests/conftest.py limits torch, MKL, oneDNN and OpenVINO, too; ONNX Runtime uses what the machine has.
+test-avx2: $(STAMP)
+	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(CPU_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks
