@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
@@ -63,7 +62,9 @@ def test_classes_of_cpus(
     assert found() == can
     for name, most in UNDER.items():
         monkeypatch.setenv(hardware.TEST_CPU, name)
-        assert found() - {"onednn"} == can & most, "it only takes away"
+        assert found() - {"onednn"} <= can & most, "it only takes away"
+        if {"avx_vnni", "avx512_bf16"} <= set(flags.split()):
+            assert found() - {"onednn"} == most, "a CPU that has everything can be each of the others"
         assert ("onednn" in found()) == ("onednn" in can and name.startswith("avx512"))
 
 
@@ -97,6 +98,8 @@ EXACT = TERMS * 255 * 127
 
 
 def by_torch() -> float:
+    import torch
+
     weight = torch.full((TERMS, TERMS), 127, dtype=torch.int8)
     x, ones, zeros = (
         torch.full((32, TERMS), 255, dtype=torch.uint8),
