@@ -17,7 +17,7 @@ import numpy as np
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, first_reason
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,20 @@ Compute = Callable[[dict[str, "torch.Tensor"]], "torch.Tensor"]
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot be compiled here, or None."""
+    return first_reason(model=untraceable(folder), library=without_compiler())
+
+
+def untraceable(folder: Path) -> str | None:
+    """Return why the model cannot be compiled anywhere, or None."""
     config = atomic_io.read_json(folder / "config.json")
     classifies = any("ForSequenceClassification" in name for name in config.get("architectures") or ())
     if config.get("is_encoder_decoder") and classifies:
         return "the compiler cannot trace how an encoder-decoder finds the end token whose state it reads"
+    return None
+
+
+def without_compiler() -> str | None:
+    """Return which compiler is missing, or None."""
     if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler (g++ or clang++), and there is none on the PATH"
     return None

@@ -34,7 +34,10 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder with int8 layers. Raises the errors of `models.load_model`, and UsageError if it cannot run here."""
+    """Load the encoder with int8 layers.
+
+    Raises the errors of `models.load_model`, and UsageError if it cannot run here.
+    """
     import torch
 
     if device != "cpu":

@@ -37,7 +37,11 @@ SMALLEST = {EMBEDS: 0.1}
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
-    return first_reason(model=_compiler.refusal(folder), machine=hardware.bf16_refusal(), library=_missing())
+    return first_reason(
+        model=_compiler.untraceable(folder),
+        machine=hardware.bf16_refusal(),
+        library=_missing() or _compiler.without_compiler(),
+    )
 
 
 def _missing() -> str | None:

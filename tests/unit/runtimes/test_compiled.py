@@ -42,7 +42,7 @@ def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("runtime", [compiled, zentorch])
+@pytest.mark.parametrize("runtime", [compiled, with_zentorch])
 def test_compiling_needs_a_compiler(runtime: ModuleType, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(_compiler, "find_spec", lambda name: None)
