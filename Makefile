@@ -8,7 +8,8 @@ DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 DEMO := demo
 CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test_runtime_choice.py \
 	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
-	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden
+	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden \
+	tests/unit/training/test_labels.py::test_every_runtime_predicts_in_the_units_of_the_labels
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.

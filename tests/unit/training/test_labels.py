@@ -15,6 +15,7 @@ import torch
 import tiny
 import torchlake as tl
 import training_runs as runs
+from cpus import needs_int8
 from sweeps import sweep
 from torchlake.evaluation import evaluate
 from torchlake.models import load
@@ -83,7 +84,7 @@ def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Pa
     assert 950 < np.mean(pq.read_table(scored.path)["prediction"]) < 1300
 
 
-@pytest.mark.parametrize("runtime", ["eager", "varlen", "int8"])
+@pytest.mark.parametrize("runtime", ["eager", "varlen", pytest.param("int8", marks=needs_int8)])
 def test_every_runtime_predicts_in_the_units_of_the_labels(tmp_path: Path, tiny_bert: Path, runtime: str) -> None:
     """The outputs of transformers times the deviation plus the mean; of a folder without them, the outputs."""
     texts = pa.table({"text": ["a good film", "a bad plot", "the story was cold and empty"]})
