@@ -32,8 +32,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup --no-loadscope-reorder
 	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
 
-# The tests of what depends on the CPU, limited to AVX2 on any machine (docs/explanation/runtimes.md names the classes).
-# tests/conftest.py limits torch, MKL, oneDNN and OpenVINO, too; ONNX Runtime uses what the machine has.
+# The tests that depend on the CPU, limited to AVX2 on any machine. tests/conftest.py limits torch, MKL, oneDNN and
+# OpenVINO, too; ONNX Runtime has no such limit.
 test-avx2: $(STAMP)
 	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(CPU_TESTS)
 

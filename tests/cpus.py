@@ -1,6 +1,6 @@
-"""Marks for tests that need what not every CPU has; what a CPU lacks is asked of `torchlake.processes.hardware` alone.
+"""Marks for tests that need a feature of the CPU: they are skipped elsewhere, with the reason.
 
-TORCHLAKE_TEST_CPU limits the tests to a class of CPUs, on any machine and in child processes as well: `make test-avx2`.
+TORCHLAKE_TEST_CPU limits the tests and their child processes to a class of CPUs, on any machine: `make test-avx2`.
 """
 
 import pytest

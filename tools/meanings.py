@@ -113,8 +113,8 @@ VARIABLES = {
     "TORCHLAKE_FAILPOINT": _TEST,
     "TORCHLAKE_FAILPOINT_LOG": _TEST,
     "TORCHLAKE_FAILPOINT_ONCE": _TEST,
-    "TORCHLAKE_TEST_CPU": "The class of CPUs that torchlake is limited to, for tests: `avx2`, `avx2_vnni`, "
-    "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It only takes instructions away.",
+    "TORCHLAKE_TEST_CPU": "Limits torchlake to the features of a class of CPUs, for tests: `avx2`, `avx2_vnni`, "
+    "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It never adds a feature.",
     "TORCHLAKE_LANE": _INTERNAL,
     "TORCHLAKE_LOG": _INTERNAL,
     "TORCHLAKE_MASTER_FD": _INTERNAL,
