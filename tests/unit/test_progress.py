@@ -1,6 +1,7 @@
 """Progress goes to standard error: lines in a log, one line that fits on a terminal, nothing when switched off."""
 
 import io
+import os
 import re
 import sys
 import threading
@@ -86,6 +87,33 @@ def test_what_was_done_before_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module.time, "monotonic", lambda: 102.0)
     shown = module._State(label="predict", total=1000, unit="rows", done=900, before=800, ahead=None, began=100.0)
     assert shown.line() == "predict: 900/1,000 rows (90%) in 2.0 s, 50 rows/s"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [(40, "1 s left"), (960, "24 s left"), (9_000, "4 min left"), (800_000, "5.6 h left")]
+)
+def test_a_log_line_has_the_time_left(rows: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    shown = module._State(label="predict", total=20 + rows, unit="rows", done=0, before=0, ahead=None, began=0.0)
+    shown.advance(10, ["loss 0.4"])  # the first 10 rows took 100 s, of which most was loading
+    assert "left" not in shown.line(), "nothing is known yet"
+    now[0] = 100.25
+    shown.advance(10)
+    assert shown.line().endswith(f" rows/s, {words}, loss 0.4")
+    shown.ended = True
+    assert "left" not in shown.line()
+
+
+def test_a_line_to_a_closed_pipe_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    closed = os.fdopen(theirs, "w")
+    monkeypatch.setattr(sys, "stderr", closed)
+    with progress("predict", 1) as advance:
+        advance(1)
+    with pytest.raises(BrokenPipeError):
+        closed.close()  # the line is still in its buffer
 
 
 def test_an_empty_table_divides_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:

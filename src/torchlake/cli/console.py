@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import FrameType
 from typing import Any, TextIO
 
@@ -45,10 +45,9 @@ def stop_outcome(stop: KeyboardInterrupt | Interrupted, words: Sequence[str]) ->
         if words[:1] and words[0] in KEEPING:
             text += f"; {next(iter(getattr(stop, '__notes__', [])), 'nothing new was saved')}"
         stop = Interrupted(text, signum=stop.signum if isinstance(stop, Terminated) else signal.SIGINT)
-    message = f"{str(stop)[:1].upper()}{str(stop)[1:]}."
-    command = shlex.join(["torchlake", *words])
-    shown = "" if stop.exit_code == PIPE_CLOSED else f"{message} To continue, run it again: {command}"
-    return error_outcome(stop, message, stop.exit_code, shown=shown)
+    text = str(stop)
+    shown = f"{text[:1].upper()}{text[1:].rstrip('.')}. To continue, run it again: {shlex.join(['torchlake', *words])}"
+    return error_outcome(stop, text, stop.exit_code, shown="" if stop.exit_code == PIPE_CLOSED else shown)
 
 
 @contextmanager
@@ -57,18 +56,24 @@ def interruptible(*, watched: bool) -> Iterator[None]:
     global _closed
     _closed = False
     before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with _reader_watched() if watched and _is_pipe(2) else nullcontext():
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _reader_watched() -> Iterator[None]:
     ours, theirs = os.pipe()
     watching = threading.Thread(target=_watch_reader, args=(ours,), name="reader", daemon=True)
-    if watched and stat.S_ISFIFO(os.fstat(2).st_mode):
-        watching.start()
+    watching.start()
     try:
         yield
     finally:
         os.close(theirs)
-        if watching.ident is not None:
-            watching.join()
+        watching.join()
         os.close(ours)
-        signal.signal(signal.SIGTERM, before)
 
 
 def lost_reader() -> bool:
@@ -86,6 +91,13 @@ def silence_closed() -> bool:
         os.dup2(nothing, number)
         os.close(nothing)
     return bool(closed)
+
+
+def _is_pipe(number: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(number).st_mode)
+    except OSError:  # closed by the shell: 2>&-
+        return False
 
 
 def _is_closed(number: int) -> bool:

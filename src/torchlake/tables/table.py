@@ -161,11 +161,9 @@ def delimiter_hint(names: Sequence[str]) -> str:
     found = [mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]]
     if not found:
         return ""
-    shown = "\\t" if found[0] == "\t" else found[0]
-    return (
-        f" Its fields seem to be separated by {found[0]!r}: give --csv 'delimiter={found[0]}', in a job "
-        f'data.csv: {{delimiter: "{shown}"}}.'
-    )
+    shell, yaml = ("delimiter=$'\\t'", "\\t") if found[0] == "\t" else (f"'delimiter={found[0]}'", found[0])
+    in_job = f'data.csv: {{delimiter: "{yaml}"}}'
+    return f" Its fields seem to be separated by {found[0]!r}: give --csv {shell}, in a job {in_job}."
 
 
 def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:

@@ -1,6 +1,7 @@
 """Ctrl-C prints at once what happens, and then does what it did before."""
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -15,14 +16,13 @@ import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
 from torchlake.chunk_jobs import job
-from torchlake.processes.interrupts import announce_interrupt
+from torchlake.processes.interrupts import STOPPING, announce_interrupt
 from torchlake.tables.output.parts import Part
-from torchlake.training import restarts
 
 SCRIPT = """
 import threading
 from torchlake.processes.interrupts import announce_interrupt
-with announce_interrupt("Saving; press Ctrl-C again to abort."):
+with announce_interrupt("all is kept"):
     try:
         print("working", flush=True)
         threading.Event().wait(60)
@@ -41,12 +41,12 @@ def test_on_a_terminal_the_first_one_is_answered_and_the_second_aborts() -> None
     code, shown = on_terminal([sys.executable, "-c", SCRIPT], columns=80, keys=keys)
     assert code == 0
     lines = [line for line in shown.replace("^C", "").split() if line]
-    assert " ".join(lines) == "working Saving; press Ctrl-C again to abort. asked to stop aborted"
+    assert " ".join(lines) == f"working {STOPPING} asked to stop aborted"
 
 
 def test_what_handled_it_before_handles_it_again() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), announce_interrupt("Stopping."):
+    with pytest.raises(KeyboardInterrupt), announce_interrupt("all is kept"):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -56,7 +56,7 @@ def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        with announce_interrupt("Stopping."):
+        with announce_interrupt("all is kept"):
             signal.signal(signal.SIGINT, own)
         assert signal.getsignal(signal.SIGINT) is own
     finally:
@@ -67,7 +67,7 @@ def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
 def test_nothing_is_printed_where_python_does_not_handle_it(how: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, how)
     try:
-        with announce_interrupt("Stopping."):
+        with announce_interrupt("all is kept"):
             assert signal.getsignal(signal.SIGINT) is how
     finally:
         signal.signal(signal.SIGINT, before)
@@ -77,7 +77,7 @@ def test_a_thread_changes_no_handler() -> None:
     before, found = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
-        with announce_interrupt("Stopping."):
+        with announce_interrupt("all is kept"):
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -100,11 +100,13 @@ class Interrupting(tiny.Here):
         raise AssertionError("it goes on")
 
 
-def test_a_training_prints_that_it_saves(tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt):
+def test_a_training_prints_that_it_stops_and_has_saved_nothing(
+    tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt) as stop:
         tl.train(run=tmp_path / "run", engine=Interrupting(), **runs.job(tmp_path, tiny_bert))
-    assert f"\n{restarts.SAVING}\n" in capfd.readouterr().err
-    assert restarts.SAVING == "Saving a checkpoint; press Ctrl-C again to abort."
+    assert f"\n{STOPPING}\n" in capfd.readouterr().err
+    assert stop.value.__notes__ == ["nothing was saved yet"]
 
 
 def test_a_scoring_prints_that_finished_chunks_are_kept(
@@ -112,9 +114,10 @@ def test_a_scoring_prints_that_finished_chunks_are_kept(
 ) -> None:
     table, output = tmp_path / "rows.parquet", tmp_path / "scored"
     pq.write_table(tiny.reviews(60), table)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stop:
         tl.predict(tiny_model, table, output, engine=Interrupting(), chunk_rows=10)
-    assert f"\n{job.KEPT}\n" in capfd.readouterr().err
+    assert stop.value.__notes__ == [job.KEPT] == ["finished chunks are kept"]
+    assert f"\n{STOPPING}\n" in capfd.readouterr().err
     done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
     assert done.rows_out == 60
     assert done.record["provenance"]["rows_scored"] < 60, "what was finished was kept"
@@ -134,18 +137,18 @@ def test_a_training_on_a_terminal_saves_at_the_first_and_is_aborted_by_the_secon
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     code, shown = on_terminal(words, columns=80, keys=[("loss", CTRL_C)], environment=environment)
     assert code == 130
-    announced_at, saved, again = (
-        shown.index(text) for text in (restarts.SAVING, "; saved. Run the same", "To continue, run it")
+    said = " ".join(shown.partition(STOPPING)[2].split())
+    assert re.search(
+        r"Stopped by Ctrl-C after step \d+ of 4,500; saved\. To continue, run it again: torchlake train", said
     )
-    assert announced_at < saved < again
+    assert said.count("again") == 1, "one sentence"
     assert any((tmp_path / "run" / "checkpoints").iterdir())
-    keys = [("loss", CTRL_C), (restarts.SAVING, CTRL_C)]
+    keys = [("loss", CTRL_C), (STOPPING, CTRL_C)]
     code, shown = on_terminal(words, columns=40, keys=keys, environment=environment)
     assert code == 130
     assert "training on 1 rank from step" in " ".join(shown.split())
-    assert "Stopped by Ctrl-C." in shown
-    assert "; saved." not in shown
-    drawn = [frame for frame in frames(shown) if frame.startswith(("train ", "prepare "))]
+    assert re.search(r"Stopped by Ctrl-C; the checkpoint of step \d+ is kept\. To continue", " ".join(shown.split()))
+    drawn = [frame for frame in frames(shown.replace("^C", "")) if frame.startswith(("train ", "prepare "))]
     assert max(map(len, drawn)) < 40
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torchlake.cli import display
 from torchlake.cli import main as cli
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
+from torchlake.processes.interrupts import announce_interrupt
 from torchlake.processes.serialization import pack
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
@@ -146,7 +148,8 @@ def test_a_fault_of_ours_shows_its_traceback_and_how_to_report_it(
 def test_ctrl_c_exits_130_with_the_command_that_resumes(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
     raising(KeyboardInterrupt())
     assert main(["verify", "scored table/"]) == 130
-    assert "torchlake verify 'scored table/'" in capfd.readouterr().err
+    said = "Stopped by Ctrl-C. To continue, run it again: torchlake verify 'scored table/'\n"
+    assert capfd.readouterr().err == said
 
 
 def test_sigterm_is_no_failure_of_the_code_that_it_interrupts(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,8 +177,27 @@ def test_sigterm_interrupts_once_and_exits_143(raising: Any, capfd: pytest.Captu
     raising(work)
     assert main(["verify", "scored"]) == 143
     assert saved == [True]
-    assert "To continue, run it again: torchlake verify scored" in capfd.readouterr().err
+    said = "Stopped by SIGTERM. To continue, run it again: torchlake verify scored\n"
+    assert capfd.readouterr().err == said
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("note", "kept"), [("finished chunks are kept", None), (None, "nothing new was saved")])
+def test_both_signals_say_the_same_sentence(
+    number: signal.Signals, note: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def predict(*args: Any, **options: Any) -> None:
+        with announce_interrupt(note) if note else nullcontext():
+            signal.raise_signal(number)
+
+    module = ModuleType("torchlake.scoring.predict")
+    module.predict = predict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchlake.scoring.predict", module)
+    assert main(["predict", "m", "i", "o"]) == 128 + number
+    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    said = f"Stopped by {by}; {note or kept}. To continue, run it again: torchlake predict m i o\n"
+    assert capfd.readouterr().err.endswith(said)
 
 
 def test_under_json_other_output_goes_to_standard_error(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from torchlake.errors import pip_install
 from torchlake.processes import hardware
 from torchlake.reporting import doctor as diagnosing
 from torchlake.reporting.doctor import CORE, OPTIONAL, doctor
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_whole_installation() -> None:
@@ -41,7 +45,7 @@ def test_a_missing_library_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPat
     found = doctor()
     assert found.broken
     assert f"The core library torch is missing: {pip_install('torch')}" in found.problems
-    assert found.facts["optional"]["ray"] == f"missing: {pip_install('ray')}"
+    assert found.facts["optional"]["ray"] == f"missing: {pip_install('torchlake[ray]')}"
     assert found.facts["optional"]["polars"] == f"missing: {pip_install('torchlake[frames]')}"
 
 
@@ -85,3 +89,17 @@ def test_no_java_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor()
     assert "only the Spark engine needs it" in found.facts["environment"]["java"]
     assert not any("Java" in problem for problem in found.problems)
+
+
+def test_every_extra_is_looked_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(filter(None, OPTIONAL.values())) == extras.keys() - {"docs", "test"}
+    for library, extra in OPTIONAL.items():
+        assert extra is None or any(re.match(rf"{library}\b(?!-)", one) for one in extras[extra]), library
+
+
+def test_the_hub_cache_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("models--a--b", "models--c--d", "datasets--e--f"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert doctor().facts["environment"]["Hub cache"] == f"{tmp_path}: 2 models; HF_HOME moves it"

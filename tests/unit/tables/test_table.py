@@ -80,6 +80,26 @@ def test_a_file_named_twice_is_refused(tmp_path: Path) -> None:
         open_table([path, tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("mark", "given"),
+    [
+        (";", """--csv 'delimiter=;', in a job data.csv: {delimiter: ";"}. It has: id;text;label."""),
+        ("|", """--csv 'delimiter=|', in a job data.csv: {delimiter: "|"}. It has: id|text|label."""),
+        ("\t", """--csv delimiter=$'\\t', in a job data.csv: {delimiter: "\\t"}. It has: id\ttext\tlabel."""),
+    ],
+)
+def test_a_header_that_was_not_split_names_the_delimiter(tmp_path: Path, mark: str, given: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"id{mark}text{mark}label\n1{mark}fine{mark}good\n")
+    with pytest.raises(TableError) as error:
+        open_table(path, columns=("text",))
+    assert str(error.value).endswith(f"Its fields seem to be separated by {mark!r}: give {given}")
+    path.write_text("id\n1\n")
+    with pytest.raises(TableError) as error:
+        open_table(path, columns=("text",))
+    assert "delimiter" not in str(error.value)
+
+
 def test_a_missing_column_names_file_nearest_and_all(tmp_path: Path) -> None:
     parquet(tmp_path / "1.parquet", text=["x"], n=[1])
     parquet(tmp_path / "2.parquet", txet=["x"], n=[1])
