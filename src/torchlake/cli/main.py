@@ -2,7 +2,7 @@
 
 Results go to standard output, everything else to standard error. With --json, standard output is exactly one JSON
 object, also for errors ({"error": {...}}). The exit status of an error is that of its class (`torchlake.errors`); a
-fault in torchlake itself exits with 70 and a traceback. `system_errors.py` explains errors of the operating system.
+fault in torchlake itself exits with 70 and a traceback. `console.py` explains errors of the operating system.
 """
 
 import gc
@@ -19,6 +19,7 @@ from torchlake.cli.app import app
 from torchlake.cli.console import (
     PIPE_CLOSED,
     error_outcome,
+    explain_os_error,
     interruptible,
     lost_reader,
     result_stream,
@@ -26,7 +27,6 @@ from torchlake.cli.console import (
     stop_outcome,
 )
 from torchlake.cli.display import Outcome, plain
-from torchlake.cli.system_errors import explain_os_error
 from torchlake.config.redaction import redacted
 from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
@@ -121,8 +121,7 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
     if option is None or not (takes_job or takes_engine or words[:1] == ["launch"]):
         return ""
     from torchlake.config.job import SECTIONS
-    from torchlake.config.messages import nearest_settings
-    from torchlake.config.trainer_names import TRAINER_NAMES
+    from torchlake.config.messages import TRAINER_NAMES, nearest_settings
 
     sections = SECTIONS if takes_job else {"engine": SECTIONS["engine"]}
     name = option.lstrip("-").replace("-", "_")

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from torchlake import plugins
-from torchlake.config.messages import expected
+from torchlake.config.messages import RANKS, expected
 
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 # Both Python and ECMAScript read these patterns, without flags: hence no \d (any digit of Unicode) and both cases.
@@ -32,7 +32,6 @@ UNIT = "([sS]|[sS][eE][cC]|[mM][iI][nN]|[hH])"
 TIME = rf"([0-9]{{1,12}}(?:\.[0-9]{{1,6}})?)\s*{UNIT}"
 STEPS = r"([0-9]{1,12})\s*[sS][tT][eE][pP][sS]?"
 EPOCH = "[eE][pP][oO][cC][hH]"
-RANKS = "a number of processes (4, or [2, 8] for the fewest and the most)"
 NUMBER = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 

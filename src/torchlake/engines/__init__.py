@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import plugins
-from torchlake.config.messages import expected
-from torchlake.config.types import RANKS
+from torchlake.config.messages import RANKS, expected
 from torchlake.errors import UsageError
 from torchlake.tables.storage.spread import in_process
 

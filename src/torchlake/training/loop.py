@@ -189,10 +189,8 @@ def train_loop(
             if votes.stop:
                 # The process may be killed as soon as it reports the stop: the checkpoint has to be visible before.
                 writer.finish()
-                at = (
-                    f"after step {step:,} of {total:,}; saved" if step else "before the first step; nothing was trained"
-                )
-                raise Interrupted(f"stopped {at}")
+                at = f"after step {step:,} of {total:,}; saved"
+                raise Interrupted(f"stopped {at if step else 'before the first step; nothing was trained'}")
             launched = train_step(state, *upcoming.popleft(), progress, train, total, votes.flags)
             upcoming.extend(islice(batches, 1))
             state.collate_ahead([rows for _, rows in upcoming])

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -27,6 +27,9 @@ from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, Sto
 from torchlake.failpoints import failpoint
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.runs import folder, metrics_log
+
+if TYPE_CHECKING:
+    from torchlake.checkpoints.format import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ def run_with_restarts(
         # Read again for each attempt: the failed one may have saved, or the newest checkpoint may turn out to be
         # corrupt.
         newest, problems = format.newest(store)
-        step = 0 if newest is None else int(newest.state["step"])
+        step = _step_of(newest)
         first = step if first is None else first
         for problem in problems:
             log.warning("%s", problem)
@@ -102,11 +105,7 @@ def run_with_restarts(
         except OutOfMemory as error:
             log.warning("%s", error)
         except Interrupted as stop:
-            if ";" in str(stop):  # a rank says what it saved
-                raise
-            saved = format.newest(store)[0]
-            kept = _kept(0 if saved is None else int(saved.state["step"]))
-            raise Interrupted(f"{stop}; {kept}", signum=stop.exit_code - 128) from stop
+            raise _with_what_is_kept(stop, store) from stop.__cause__
         except RankFailed as error:
             failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(failed) > max_restarts:
@@ -153,6 +152,20 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _with_what_is_kept(stop: Interrupted, store: CheckpointStore) -> Interrupted:
+    """Return the error with what is saved, which a rank has said already if it could."""
+    from torchlake.checkpoints import format
+
+    if ";" in str(stop):
+        return stop
+    return Interrupted(f"{stop}; {_kept(_step_of(format.newest(store)[0]))}", signum=stop.exit_code - 128)
+
+
+def _step_of(checkpoint: "Checkpoint | None") -> int:
+    """Return the step of a checkpoint, 0 for none."""
+    return 0 if checkpoint is None else int(checkpoint.state["step"])
 
 
 def _kept(step: int) -> str:

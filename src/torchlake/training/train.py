@@ -7,6 +7,7 @@ launches the ranks, and `loop.py` is what each rank runs.
 """
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -150,11 +151,7 @@ def train(
     check_metric(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
-    fresh = not folder.exists()
-    if fresh and not frames:  # what is refused leaves no run folder; a frame is a table only when it is stored
-        check_tables(wanted, spread=engine.spread)
-    if fresh or frames:  # storing them may take hours
-        _check_strategy(wanted, processes)
+    checked = _check_new(wanted, processes, folder, engine, frames)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
@@ -164,7 +161,7 @@ def train(
             return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
-        if frames or not fresh:
+        if not checked:
             check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
             _check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
@@ -199,6 +196,19 @@ def train(
 
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _check_new(job: Job, processes: ProcessRange, folder: Path, engine: Engine, frames: Mapping[Path, Any]) -> bool:
+    """Check a new run's tables and strategy and return whether that was done: what is refused leaves no run folder.
+
+    Frames are tables only when they are stored, which may take hours: then the strategy is checked before.
+    """
+    fresh = not os.path.exists(folder) and not frames
+    if fresh:
+        check_tables(job, spread=engine.spread)
+    if fresh or frames:
+        _check_strategy(job, processes)
+    return fresh
 
 
 def _check_libraries(job: Job) -> None:

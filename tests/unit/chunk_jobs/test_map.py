@@ -149,7 +149,7 @@ def test_a_wrong_result_ends_the_job_with_its_place(table: Path, tmp_path: Path,
         ({"schema": {"id": pa.int64()}, "key": "id"}, "torchlake writes the column 'id'"),
         ({"batch_rows": 0}, "batch_rows: expected 1 or more, got 0"),
         ({"gpus_per_process": -1}, "gpus_per_process: expected 0 or more, got -1"),
-        ({"on_bad_file": "skip"}, "on_bad_file: expected one of"),
+        ({"on_bad_file": "skip"}, "on_bad_file: expected 'error' or 'quarantine'"),
     ],
 )
 def test_mistakes_are_found_before_any_work(table: Path, tmp_path: Path, options: dict, message: str) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 import tiny
 import torchlake as tl
+from torchlake.cli.console import explain_os_error
 from torchlake.cli.main import main
-from torchlake.cli.system_errors import explain_os_error
 from torchlake.errors import DataError, OutputError, StorageError
 
 DATA, OUTPUT, USAGE, STORAGE = 65, 73, 64, 74

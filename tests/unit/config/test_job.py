@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from torchlake import plugins
 from torchlake.config.job import SECTIONS, Job, job_to_yaml, load_job, with_values
-from torchlake.config.messages import _settings
+from torchlake.config.messages import TRAINER_NAMES, _settings
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.model import ModelConfig
 from torchlake.config.sections.train import TrainConfig
-from torchlake.config.trainer_names import TRAINER_NAMES
 from torchlake.config.types import Every, parse_every, parse_seconds
 from torchlake.config.yaml import MAX_BYTES, read_yaml
 from torchlake.errors import ConfigError, UnsafeError

@@ -112,7 +112,7 @@ def test_a_space_is_read_in_the_types_of_the_job(tmp_path: Path) -> None:
         ("train.warmup: {choices: [0.1, 0.1]}", "the choices contain a value twice"),
         ("train.warmup: {choices: [[0.1]]}", "a choice must be a single value"),
         ("train.warmup: {choices: [0.1], low: 0.2}", "either a range (low, high, log) or choices"),
-        ("train.schedule:\n  choices:\n    - linear\n    - cosin", "space.yaml:4: train.schedule: must be 'linear'"),
+        ("train.schedule:\n  choices:\n    - linear\n    - cosin", "space.yaml:4: train.schedule: expected 'linear'"),
         ("train.validate_every: {low: 1, high: 2}", "train.validate_every: expected an interval"),
         ("train.metric: {choices: [loss, accuracy]}", "train.metric: cannot be searched"),
         ("data.learn: {choices: [all, assistant]}", "data.learn: cannot be searched"),

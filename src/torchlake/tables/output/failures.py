@@ -15,7 +15,7 @@ from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.plan import Plan
 
 LINES = 5
-ENCODING_HINT = "bad_utf8: if a CSV file has another encoding than UTF-8, give --csv encoding=latin-1 or its name."
+ENCODING_HINT = "bad_utf8: if a CSV file has an encoding other than UTF-8, give --csv encoding=latin-1 or its name."
 ROWS_BEFORE_STOPPING = 1000
 
 

@@ -146,7 +146,7 @@ def _resumed(
     # append of the same rows must never be a new commit, so its id depends on the job alone.
     basis = snapshot.version if options.mode == "overwrite" or target.reusable else ""
     published = _published(target, snapshot) if target.reusable else None
-    if published is not None and not allowed.overwrite:  # also if an interrupted write had the permission to replace it
+    if published is not None and not allowed.overwrite:  # even if an interrupted write may replace it
         refuse_differences(target.shown, published, job, "replaces it", allowed)
     stored = state.read_plan()
     discarded: tuple[str, ...] = ()
