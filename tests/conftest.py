@@ -1,8 +1,10 @@
 """Fixtures shared by all tests: tiny models, built once per session and never written to."""
 
+import getpass
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,9 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSeri
 # torch, MKL and oneDNN, also OpenVINO's, are limited to the same class of CPUs; they read this when they load.
 if cpu_class := os.environ.get("TORCHLAKE_TEST_CPU"):
     os.environ["ONEDNN_MAX_CPU_ISA"] = cpu_class.upper()
+    # torch.compile's cache does not know for which width of vectors its code was generated: a program that was made for
+    # AVX2 and is compiled for AVX-512 writes beyond its arrays.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{cpu_class}"
     if cpu_class.startswith("avx2"):
         os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 sys.path.insert(0, str(Path(__file__).parent))

@@ -28,7 +28,7 @@ IDS = np.random.default_rng(0).integers(5, 60, (4, 12))
 BATCH = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
 
 
-@pytest.mark.parametrize("runtime", [compiled, pytest.param(with_zentorch, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runtime", [compiled, pytest.param(zentorch, marks=[runs_zentorch, pytest.mark.slow])])
 def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path) -> None:
     from torch._dynamo.utils import counters
 
