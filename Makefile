@@ -10,6 +10,8 @@ CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test
 	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
 	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden \
 	tests/unit/training/test_labels.py::test_every_runtime_predicts_in_the_units_of_the_labels
+# One more process than cores: tests often wait for processes and servers.
+WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.
@@ -29,13 +31,13 @@ demo: $(DEMO_STAMP)
 	$(BIN)/torchlake demo --folder $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
 
 # The tests that depend on the CPU, limited to AVX2 on any machine. tests/conftest.py limits torch, MKL, oneDNN and
 # OpenVINO, too; ONNX Runtime has no such limit.
 test-avx2: $(STAMP)
-	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(CPU_TESTS)
+	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(CPU_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks
