@@ -38,7 +38,7 @@ def server() -> Iterator[S3Server]:
         yield server
 
 
-QUICK = {"folder", "object_folder", "delta", "iceberg", "hub"}
+QUICK = {"folder", "object_folder", "delta", "iceberg"}
 "Of the kinds; the others differ from one of these by the storage."
 every_variant = pytest.mark.parametrize("variant", sweep(VARIANTS, quick={"plain"}))
 every_kind = pytest.mark.parametrize("output", KINDS, indirect=True)

@@ -23,7 +23,7 @@ from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
 
 TOLERANCE = 1e-5
-STRATEGIES = sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("fsdp", 2)])
+STRATEGIES = sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("single", 1)])
 
 
 def memory_for_100_tokens() -> None:

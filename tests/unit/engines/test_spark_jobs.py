@@ -37,6 +37,7 @@ def test_a_job_of_50_chunks_is_50_tasks_with_the_callers_pool_tags_and_descripti
     assert starts[1]["Properties"].get("spark.jobGroup.id") is None
 
 
+@pytest.mark.slow
 def test_what_spark_gives_up_is_submitted_again(tmp_path: Path) -> None:
     assert spark_jobs.answer("resubmitted", folder=tmp_path) == list(range(12))
 

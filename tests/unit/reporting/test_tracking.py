@@ -129,7 +129,9 @@ def test_a_finished_run_is_logged_to_a_database(tmp_path: Path, sections: dict[s
     assert not Path("mlruns").exists(), "nothing is left in the current folder"
 
 
-@pytest.mark.parametrize("store", ["sqlite:////proc/nowhere/mlflow.db", "what://is.this"])
+@pytest.mark.parametrize(
+    "store", ["sqlite:////proc/nowhere/mlflow.db", pytest.param("what://is.this", marks=pytest.mark.slow)]
+)
 def test_a_broken_store_is_a_warning(
     tmp_path: Path, sections: dict[str, Any], store: str, caplog: pytest.LogCaptureFixture
 ) -> None:

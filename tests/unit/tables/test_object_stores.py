@@ -91,6 +91,7 @@ def test_delta_tables_of_s3_are_read_at_any_version(s3: S3Server, tmp_path: Path
     assert sorted(first["rows"], key=lambda row: row["x"]) == ROWS.to_pylist()
 
 
+@pytest.mark.slow
 def test_iceberg_tables_of_s3_are_read_by_catalog_and_by_metadata(s3: S3Server, tmp_path: Path) -> None:
     uri, warehouse = f"sqlite:///{tmp_path}/catalog.db", f"s3://{BUCKET}/{tmp_path.name}"
     keys = {"s3.access-key-id": "testing", "s3.secret-access-key": "testing", "s3.region": "us-east-1"}
@@ -169,6 +170,7 @@ def parquet(rows: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+@pytest.mark.slow
 def test_files_of_the_hub_are_read_and_scored(tmp_path: Path, tiny_model: Path) -> None:
     rows = tiny.reviews(40)
     files = {

@@ -18,6 +18,7 @@ import s3_server
 import tiny
 import torchlake as tl
 from s3_server import BUCKET, S3Server
+from sweeps import sweep
 from torchlake.errors import AccessError, FingerprintError, MissingExtra, OutputError, TorchlakeError, UsageError
 from torchlake.tables.storage import objects
 
@@ -160,7 +161,7 @@ def test_a_missing_library_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize("format", ["parquet", "delta", "iceberg"])
-@pytest.mark.parametrize("missing", ["bucket", "credentials", "region"])
+@pytest.mark.parametrize("missing", sweep(["bucket", "credentials", "region"], quick={"bucket"}))
 def test_a_store_that_refuses_access(
     source: Path, tiny_model: Path, cloud: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     format: str, missing: str,
@@ -198,6 +199,7 @@ def test_other_objects_at_the_url(source: Path, tiny_model: Path, cloud: None, s
     assert s3.keys(tmp_path.name) == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_another_job_at_the_url(source: Path, tiny_model: Path, cloud: None, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
     tl.predict(tiny_model, source, url, key="id", engine=tiny.Here())

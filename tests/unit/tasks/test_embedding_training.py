@@ -54,7 +54,7 @@ def test_the_ranking_loss_is_that_of_sentence_transformers() -> None:
 
 @pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("micro_batch_tokens", [200, 100_000])
+@pytest.mark.parametrize("micro_batch_tokens", [pytest.param(200, marks=pytest.mark.slow), 100_000])
 def test_steps_are_those_of_sentence_transformers(tmp_path: Path, micro_batch_tokens: int) -> None:
     """Losses and gradient norms of its loss under AdamW; here in micro-batches of a few rows, and in one."""
     from sentence_transformers import SentenceTransformer
@@ -110,6 +110,7 @@ def test_copies_share_a_place_and_equal_vectors_find_nothing() -> None:
     assert collapsed["recall_at_10"].mean() == pytest.approx(10 / 50)
 
 
+@pytest.mark.slow
 def test_training_finds_more_than_the_base(trained: Path, tmp_path: Path) -> None:
     table = TRIPLETS.table(96)
     columns = {"text": "query", "text_pair": "passage"}

@@ -139,6 +139,7 @@ def _private() -> int:
     return int(next(line for line in _status() if line.startswith("VmRSS:")).split()[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system has no peak to reset")
 def test_other_ranks_hold_their_shard_and_no_more(tmp_path: Path) -> None:
     """Their peak is below three quarters of the model: half is theirs, some is what they import."""

@@ -301,6 +301,7 @@ def test_a_killed_tuning_continues_where_it_was(
     ]
 
 
+@pytest.mark.slow
 def test_a_decision_to_prune_outlives_the_tuner(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = tmp_path / "tuning"
     killed = tuning_runs.attempt(run, sections, SPACE, failpoint="rank0.step:14:kill9", trials=3, prune=False)
