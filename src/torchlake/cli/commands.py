@@ -224,7 +224,8 @@ def _scored(done: "Scored") -> Outcome:
     lines = fact_lines(shown)
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]
-        lines.append(f"for example {done.example}{reason_hint(done.errors)}")
+        lines.append(f"for example {done.example}")
+        lines += [hint.strip()] if (hint := reason_hint(done.errors)) else []
     return Outcome(values=values, lines=lines)
 
 

@@ -125,4 +125,8 @@ def to_interrupted(stop: KeyboardInterrupt | Interrupted, message: str | None = 
         return Interrupted(message or str(stop), signum=stop.exit_code - 128)
     signum = stop.signum if isinstance(stop, Terminated) else int(signal.SIGINT)
     by = stopped_by(signum)
-    return Interrupted(f"{by}{message.removeprefix('stopped')}" if message else by, signum=signum)
+    if message is None:
+        return Interrupted(by, signum=signum)
+    # A rank of a training says "stopped after step 7 of 9; saved", a user's function anything.
+    said = f"{by}{message.removeprefix('stopped')}" if message.startswith("stopped") else message
+    return Interrupted(said, signum=signum)

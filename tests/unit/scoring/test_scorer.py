@@ -174,7 +174,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         "from 0 to 1": {"max_error_rate": 7},
         "row_timeout_s: expected seconds": {"row_timeout_s": 0},
         "null: expected 'error' or 'score'": {"null": "skip"},
-        "on_bad_file: expected one of": {"on_bad_file": "ignore"},
+        "on_bad_file: expected 'error' or 'quarantine'": {"on_bad_file": "ignore"},
         "batch_tokens: expected 1": {"batch_tokens": 0},
         "chunk_rows: expected 1": {"chunk_rows": 0},
     }

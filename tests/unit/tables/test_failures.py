@@ -61,6 +61,7 @@ def test_the_command_says_them(
         "  bad_csv 2",
         "  bad_utf8 1",
         f"for example {folder}/a.csv row 2: bad_utf8",
+        "bad_utf8: if a CSV file has an encoding other than UTF-8, give --csv encoding=latin-1 or its name.",
     ]
     assert main([*words, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
