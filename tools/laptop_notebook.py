@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-from jupyter_client import KernelManager
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -18,7 +18,7 @@ def execute(path: Path, folder: Path) -> NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     # Under pytest a kernel would not capture what child processes print.
     variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    kernel = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, km=kernel, timeout=600, resources=resources, coalesce_streams=True)
     client.record_timing = False
