@@ -34,7 +34,7 @@ def shape(notebook: NotebookNode) -> list[list[tuple[str, str]]]:
         [
             (kind, re.sub(r"[\s━╸╺-]+", " ", re.sub(r"[\d.,:]+", "0", text)).strip())
             for output in cell.outputs
-            for kind, text in (output.get("data") or {output.name: output.text}).items()
+            for kind, text in sorted((output.get("data") or {output.name: output.text}).items())
         ]
         for cell in notebook.cells
         if cell.cell_type == "code"

@@ -31,6 +31,7 @@ def test_what_is_stored_is_small_and_names_no_machine(stored: NotebookNode) -> N
     assert not re.search(r"/home/|/root/|/tmp/|/usr/|site-packages|Warning|Traceback|\\r|\\u001b", outputs)
 
 
+@pytest.mark.slow  # it trains
 @pytest.mark.timeout(900)
 def test_the_stored_outputs_are_those_of_a_run(stored: NotebookNode, tmp_path: Path) -> None:
     made = execute(LAPTOP, tmp_path)
