@@ -34,7 +34,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 
 
 class TorchlakeError(ValueError):
@@ -170,7 +170,9 @@ def pip_install(*requirements: str) -> str:
     An extra, as in "torchlake[spark]", adds its libraries to the torchlake that is installed, from a clone too. It is
     "pip install ..." if the shell's pip belongs to this Python; otherwise the command names this Python.
     """
-    if find_spec("pip") is None:
+    # Without the hooks of `importlib.util.find_spec`: setuptools takes a search for pip for its start, and from then on
+    # leaves `import distutils` to Python, which breaks the libraries that import setuptools later.
+    if PathFinder.find_spec("pip") is None:
         command = f"uv pip install --python {shlex.quote(sys.executable)}"
     elif os.path.dirname(shutil.which("pip") or "") == os.path.dirname(sys.executable):
         command = "pip install"

@@ -19,8 +19,17 @@ def test_pip_alone_is_named_where_it_belongs_to_this_python(monkeypatch: pytest.
     assert errors.pip_install("ray") == f"{sys.executable} -m pip install ray"
     monkeypatch.setenv("PATH", f"{BIN}:{tmp_path}")
     assert errors.pip_install("torchlake[ray]", "onnx>=1") == "pip install 'torchlake[ray]' 'onnx>=1'"
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)  # an environment that uv made
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # no pip there, as in an environment that uv made
     assert errors.pip_install("ray") == f"uv pip install --python {sys.executable} ray"
+
+
+def test_a_hint_leaves_later_imports_alone() -> None:
+    """setuptools replaces distutils, unless it believes that pip is starting."""
+    code = "from torchlake import errors; errors.pip_install('ray'); import distutils, setuptools; print(distutils)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "setuptools" in done.stdout
 
 
 def test_an_extra_is_found_without_a_release() -> None:

@@ -1,13 +1,12 @@
 """Standard output, errors, SIGTERM and closed pipes while a command runs.
 
-Turn errors of the operating system that nothing else caught into messages with a remedy.
-
-Missing permissions, a full disk or a link to itself can occur wherever a path is opened. A missing or existing file is
-the user's error only if the user named its path; otherwise it is a fault in torchlake.
-
 Under --json, file descriptor 1 itself points to standard error, so that C libraries and child processes, which do not
 use Python's `sys.stdout`, write there too. A job whose standard error is a pipe stops when the pipe's reader is gone,
 as at SIGTERM: child processes write there, too, and save their work when this process tells them to stop.
+
+Errors of the operating system that nothing else caught become messages with a remedy. Missing permissions, a full disk
+or a link to itself can occur wherever a path is opened. A missing or existing file is the user's error only if the user
+named its path; otherwise it is a fault in torchlake.
 """
 
 import errno

@@ -196,7 +196,7 @@ def _hub_cache() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     models = sum(1 for _ in Path(HF_HUB_CACHE).glob("models--*"))
-    return f"{HF_HUB_CACHE}: {models:,} model{'s' * (models != 1)}; HF_HOME moves it"
+    return f"{HF_HUB_CACHE}: {count(models, 'model')}; HF_HOME moves it"
 
 
 def _java() -> str:
