@@ -31,9 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pyiceberg.catalog
-import pyiceberg.utils.config
-
 ALONE = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -266,7 +263,8 @@ def serve(address: str, session: int) -> None:
     A fork whose connection is closed is killed, with its process group. The server ends with the process `session`.
     """
     for name in PRELOADED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # an extra that is not installed: `make gpu` runs without them
+            importlib.import_module(name)
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -351,7 +349,8 @@ def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
         sys.path[:] = request["path"]
         os.chdir(request["folder"])
         # Read when it is imported, which was in the server.
-        pyiceberg.catalog._ENV_CONFIG = pyiceberg.utils.config.Config()
+        if catalog := sys.modules.get("pyiceberg.catalog"):
+            catalog._ENV_CONFIG = sys.modules["pyiceberg.utils.config"].Config()  # type: ignore[attr-defined]
         if request["forking"]:
             _fork_children()
         module, _, name = request["function"].partition(":")

@@ -3,7 +3,7 @@
 Uses the Python that runs it and what is installed there: it installs nothing and names what is missing. Every part runs
 in a process of its own with a time limit, so a part that fails, hangs or crashes the card costs that part only.
 
-    python tools/gpu.py [--minutes 9] [--out bench/results/gpu.json]
+    python tools/gpu.py [--minutes 9] [--only NAME ...] [--out bench/results/gpu.json]
 
 Without a GPU everything runs on the CPU with small shapes, which shows that the parts work, and nothing is written
 unless --out is given.
@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MIN_PART_S = 20.0
 "A part is not started with less time than this."
-TAIL = 1500
+TAIL = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,11 @@ def parts(*, gpu: bool) -> list[Part]:
     return [
         Part(name="matrix rates", command=("-c", rates), limit_s=60, measures=True),
         *(
-            Part(name=f"tests/gpu/{name}", command=("-m", "pytest", "-q", f"tests/gpu/{name}"), limit_s=150)
+            Part(
+                name=f"tests/gpu/{name}",
+                command=("-m", "pytest", "-p", "pytest_timeout", "-q", "--tb=short", f"tests/gpu/{name}"),
+                limit_s=150,
+            )
             for name in tests
         ),
         Part(
@@ -70,7 +75,8 @@ def missing() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = []
-    for line in [*project["dependencies"], "pytest>=8", "pytest-timeout>=2.3", "packaging"]:
+    tests = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.110", "pillow>=11.3", "packaging")
+    for line in [*project["dependencies"], *tests]:
         requirement = Requirement(line)
         try:
             if not requirement.specifier.contains(version(requirement.name), prereleases=True):
@@ -80,12 +86,21 @@ def missing() -> list[str]:
     return found
 
 
-def run(part: Part, left_s: float) -> dict[str, Any]:
+def write_metadata(folder: str) -> None:
+    """Write what an installation would say of the project's version: jobs record it, and it is not installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = Path(folder, f"torchlake-{project['version']}.dist-info")
+    info.mkdir()
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: torchlake\nVersion: {project['version']}\n")
+
+
+def run(part: Part, left_s: float, metadata: str) -> dict[str, Any]:
     """Run a part; returns its seconds, its outcome, and its numbers or the end of its output."""
     if left_s < MIN_PART_S:
         return {"outcome": "not started: no time left"}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench"), metadata, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHLAKE_PROGRESS": "0"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of other projects warn, and warnings are errors
     limit, began = min(part.limit_s, left_s), time.monotonic()
     try:
         done = subprocess.run(
@@ -133,6 +148,9 @@ def main() -> int:
     """Run every part within the time, print a line for each, and write the JSON file."""
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
+    options.add_argument(
+        "--only", nargs="+", default=[""], help="parts whose names begin so; the file keeps the others"
+    )
     options.add_argument("--out", type=Path, help="default bench/results/gpu.json if there is a GPU")
     given = options.parse_args()
     lacking = missing()
@@ -143,24 +161,35 @@ def main() -> int:
     import torch
 
     gpu, until = torch.cuda.is_available(), time.monotonic() + given.minutes * 60
+    out = given.out or (ROOT / "bench" / "results" / "gpu.json" if gpu else None)
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name() if gpu else None,
         "gpus": torch.cuda.device_count(),
         "versions": {name: version(name) for name in ("torch", "transformers", "pyarrow")},
         "cuda": torch.version.cuda,
-        "parts": {},
     }
-    out = given.out or (ROOT / "bench" / "results" / "gpu.json" if gpu else None)
-    for part in parts(gpu=gpu):
-        result["parts"][part.name] = found = run(part, until - time.monotonic())
-        print(f"{part.name}: {found['outcome']} {found.get('tests', '')} {found.get('seconds', 0):.0f} s", flush=True)
-        if out is not None:  # after each part: what is measured stays if the machine is taken away
-            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    failed = [name for name, found in result["parts"].items() if found["outcome"] != "passed"]
-    print(
-        f"{len(result['parts']) - len(failed)} of {len(result['parts'])} parts passed" + (f"; see {out}" if out else "")
-    )
+    result["parts"] = _earlier(out, result)
+    chosen = [part for part in parts(gpu=gpu) if part.name.startswith(tuple(given.only))]
+    with tempfile.TemporaryDirectory() as metadata:
+        write_metadata(metadata)
+        for part in chosen:
+            result["parts"][part.name] = found = run(part, until - time.monotonic(), metadata)
+            print(
+                f"{part.name}: {found['outcome']} {found.get('tests', '')} {found.get('seconds', 0):.0f} s", flush=True
+            )
+            if out is not None:  # after each part: what is measured stays if the machine is taken away
+                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    failed = [part.name for part in chosen if result["parts"][part.name]["outcome"] != "passed"]
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} parts passed" + (f"; see {out}" if out else ""))
     return 1 if failed else 0
+
+
+def _earlier(out: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of the file that is there, if they ran on the same card with the same libraries."""
+    if out is None or not out.exists():
+        return {}
+    found = json.loads(out.read_text(encoding="utf-8"))
+    return dict(found["parts"]) if {**found, "parts": None} == {**machine, "parts": None} else {}
 
 
 if __name__ == "__main__":
