@@ -6,6 +6,7 @@ a variable-length attention kernel. In turn, in one process, best of the rounds.
 shape.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ def main() -> None:
     for shape in ("tiny",) if options.tiny else SHAPES:
         folder = _gpu.encoder(SCRATCH / f"gpu-{shape}-encoder", shape)
         rows += measure(shape, folder, texts, options.rounds, rate)
+        if options.json:
+            print(json.dumps({"rows": rows}), flush=True)  # what is left of a run that is stopped
     note = f"{_gpu.card()}, bf16, {len(texts):,} texts to logits, best of {options.rounds}"
     finish("scoring_gpu", rows, as_json=options.json, note=note, keep=options.rows == ROWS and not options.tiny)
 

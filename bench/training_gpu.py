@@ -50,8 +50,8 @@ TINY = (
 )
 CONTENDERS = {
     "Hugging Face Trainer": {"compile": False},
-    "Hugging Face Trainer, compiled": {"compile": True},
     "torchlake": {"compile": False},
+    "Hugging Face Trainer, compiled": {"compile": True},
     "torchlake, compiled": {"compile": True},
 }
 
@@ -66,6 +66,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"name": f"{_gpu.card()}: bf16 matrix product", "tflops": rate / 1e12, "share": 1.0}]
     for case in TINY if options.tiny else CASES:
         rows += measure(case, options.steps, options.rounds, rate, compiled=not options.tiny)
+        if options.json:
+            print(json.dumps({"rows": rows}), flush=True)  # what is left of a run that is stopped
     note = f"{_gpu.card()}, bf16, {options.steps} steps, the first {WARM_UP} not counted, best of {options.rounds}"
     finish("training_gpu", rows, as_json=options.json, note=note, keep=not options.tiny)
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MIN_PART_S = 20.0
 "A part is not started with less time than this."
+GRACE_S = 10.0
 TAIL = 4000
 
 
@@ -49,7 +51,17 @@ def parts(*, gpu: bool) -> list[Part]:
         *(
             Part(
                 name=f"tests/gpu/{name}",
-                command=("-m", "pytest", "-p", "pytest_timeout", "-q", "--tb=short", f"tests/gpu/{name}"),
+                command=(
+                    "-m",
+                    "pytest",
+                    "-p",
+                    "pytest_timeout",
+                    "--timeout=100",
+                    "-q",
+                    "--tb=short",
+                    "--show-capture=no",
+                    f"tests/gpu/{name}",
+                ),
                 limit_s=150,
             )
             for name in tests
@@ -57,7 +69,7 @@ def parts(*, gpu: bool) -> list[Part]:
         Part(
             name="scoring_gpu",
             command=("bench/scoring_gpu.py", "--json", "--rounds", "2", "--rows", "4096" if gpu else "200", *quick),
-            limit_s=120,
+            limit_s=180,
             measures=True,
         ),
         Part(
@@ -102,21 +114,21 @@ def run(part: Part, left_s: float, metadata: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHLAKE_PROGRESS": "0"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of other projects warn, and warnings are errors
     limit, began = min(part.limit_s, left_s), time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *part.command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, *part.command],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-        outcome = "passed" if done.returncode == 0 else f"failed with exit code {done.returncode}"
-        output, errors = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as error:
+        output, errors = process.communicate(timeout=limit)
+        outcome = "passed" if process.returncode == 0 else f"failed with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
         outcome = f"stopped after {limit:.0f} s"
-        output, errors = (text.decode(errors="replace") if text else "" for text in (error.stdout, error.stderr))
+        output, errors = _stop(process)
     found: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
     numbers = _last_json(output) if part.measures else None
     if numbers is not None:
@@ -126,6 +138,16 @@ def run(part: Part, left_s: float, metadata: str) -> dict[str, Any]:
     if outcome != "passed":
         found["output"] = (output + errors)[-TAIL:]
     return found
+
+
+def _stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Stop a part; returns what it printed. pytest tells at Ctrl-C which tests failed, and why."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
 
 
 def _last_json(output: str) -> Any:

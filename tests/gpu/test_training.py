@@ -197,6 +197,7 @@ def test_a_checkpoint_has_the_values_of_its_step_while_training_continues(tmp_pa
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["bf16_weights", "bf16"])
 def test_a_step_does_not_wait_for_the_gpu(
     precision: str, tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch

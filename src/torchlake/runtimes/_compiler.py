@@ -86,6 +86,8 @@ def compile_outputs(model: Any, task: Any, **options: Any) -> Compute:
     """Return `outputs_of` the model as one compiled graph; `options` are those of torch.compile."""
     import torch
 
+    # It advises to compute fp32 in TF32, which the tolerance of the runtimes in fp32 does not allow.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     compiled: Compute = torch.compile(outputs_of(model, task), fullgraph=True, dynamic=True, **options)
     return compiled
 

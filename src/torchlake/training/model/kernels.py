@@ -7,6 +7,7 @@ torch runs other shapes uncompiled. Padded batches have one graph for all shapes
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -99,6 +100,8 @@ def compile_layers(model: nn.Module, *, static: bool) -> None:
 
     Call it before a strategy wraps the model. Names of tensors do not change.
     """
+    # It advises to compute fp32 in TF32, which train.precision decides.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     for layer in layers(model):
         # Not layer.compile(): that would trace the hooks that FSDP adds.
         layer.forward = torch.compile(layer.forward, dynamic=not static)
