@@ -27,7 +27,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MIN_PART_S = 20.0
 "A part is not started with less time than this."
-GRACE_S = 10.0
 TAIL = 4000
 
 
@@ -128,7 +127,8 @@ def run(part: Part, left_s: float, metadata: str) -> dict[str, Any]:
         outcome = "passed" if process.returncode == 0 else f"failed with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         outcome = f"stopped after {limit:.0f} s"
-        output, errors = _stop(process)
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
     found: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
     numbers = _last_json(output) if part.measures else None
     if numbers is not None:
@@ -138,16 +138,6 @@ def run(part: Part, left_s: float, metadata: str) -> dict[str, Any]:
     if outcome != "passed":
         found["output"] = (output + errors)[-TAIL:]
     return found
-
-
-def _stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Stop a part; returns what it printed. pytest tells at Ctrl-C which tests failed, and why."""
-    process.send_signal(signal.SIGINT)
-    try:
-        return process.communicate(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()
 
 
 def _last_json(output: str) -> Any:

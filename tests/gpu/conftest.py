@@ -4,8 +4,16 @@
 those of the repository.
 """
 
+import sys
+
 import pytest
 import torch
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is told at once: a lent machine may be gone before the summary."""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", file=sys.__stdout__, flush=True)
 
 
 @pytest.fixture(scope="session")
