@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -265,6 +266,10 @@ def serve(address: str, session: int) -> None:
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # an extra that is not installed: `make gpu` runs without them
             importlib.import_module(name)
+    importlib.import_module("torchlake.reporting.doctor").doctor()  # keeps what every report asks for
+    # torch would take its operators apart one by one at the end of every fork.
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ def doctor() -> Diagnosis:
     return Diagnosis(facts=facts, problems=tuple(problems), broken=bool(missing or device_problem))
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -204,6 +206,11 @@ def _java() -> str:
     java = shutil.which("java")
     if java is None:
         return "missing: only the Spark engine needs it (Java 17 or newer)"
+    return _java_version(java)
+
+
+@cache
+def _java_version(java: str) -> str:
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
