@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: tiny models, built once per session and never written to."""
 
+import gc
 import getpass
 import os
 import shutil
@@ -94,9 +95,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """xdist tells the groups by the names of tests; a version that does not would cost minutes, without a word."""
+    """Stop with a version of xdist that does not see the groups of tests, which would cost minutes without a word."""
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("xdist does not see the groups of tests: install the versions of constraints.txt")
+    gc.collect()
+    gc.freeze()  # libraries and tests live as long as the process: each collection would look at all of them
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +109,17 @@ def tasks_given_here() -> Iterator[None]:
     yield
     plugins._given.clear()
     plugins._given.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_resamples() -> Iterator[None]:
+    """Enough for an interval; a thousand cost scikit-learn seconds for each evaluation."""
+    from torchlake.evaluation import embeddings, evaluate
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((evaluate, "RESAMPLES"), (evaluate, "RESAMPLES_OF_TASKS"), (embeddings, "RESAMPLES")):
+            patch.setattr(module, name, 20)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -149,6 +149,7 @@ def test_every_chunk_is_a_named_call_with_its_time() -> None:
     wait_for(found)
 
 
+@pytest.mark.slow
 def test_many_chunks_travel_in_bundles() -> None:
     numbers = list(tl.Ray(processes=2).run_chunks(engine_work.same, range(3000), name="many"))
     assert sorted(numbers) == list(range(3000))

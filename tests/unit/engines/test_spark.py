@@ -90,6 +90,7 @@ def test_a_frame_comes_back_lazily_with_its_own_columns_as_they_were(
     }
 
 
+@pytest.mark.slow
 def test_a_frame_with_empty_partitions_is_scored(tiny_model: Path, frame: DataFrame) -> None:
     assert tl.predict(tiny_model, frame.repartition(8)).count() == 6
     assert tl.predict(tiny_model, frame.limit(0)).collect() == []
@@ -205,6 +206,7 @@ def test_what_processes_print_comes_to_the_driver(spark: SparkSession, capsys: p
     assert seen.err.count("rank") == 2
 
 
+@pytest.mark.slow
 def test_a_script_is_launched(spark: SparkSession, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -1,7 +1,6 @@
 """`evaluate`: metrics over the rows that have a label and a prediction; the others counted, never dropped silently."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +13,10 @@ import torch
 
 import tiny
 from torchlake.errors import DataError, TableError
-from torchlake.evaluation import evaluate as evaluating
 from torchlake.evaluation.evaluate import Evaluation, evaluate
 from torchlake.metrics import evaluate_metrics
 from torchlake.models import load
 from torchlake.scoring.predict import predict
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_resamples() -> Iterator[None]:
-    """Enough for an interval; a thousand cost scikit-learn seconds for each table."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluating, "RESAMPLES", 50)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pyiceberg.utils.config import Config
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import FingerprintError, OutputError, TableError, UsageError
 
 FEED = {"delta.enableChangeDataFeed": "true"}
@@ -98,7 +99,11 @@ def test_new_files_of_a_folder_are_added_and_changed_ones_refused(tiny_model: Pa
 
 
 @pytest.mark.parametrize(
-    "site", ["plan.done", "part.done", "commit.ready", "commit.before_publish", "commit.publish", "commit.cleanup"]
+    "site",
+    sweep(
+        ["plan.done", "part.done", "commit.ready", "commit.before_publish", "commit.publish", "commit.cleanup"],
+        quick=["part.done", "commit.publish"],
+    ),
 )
 def test_a_killed_call_is_continued_after_the_table_has_moved_on(tiny_model: Path, tmp_path: Path, site: str) -> None:
     source, out = tmp_path / "in", tmp_path / "out"

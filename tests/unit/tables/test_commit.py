@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from sweeps import sweep
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output import staging
@@ -253,7 +252,8 @@ def test_a_kill_at_every_step_of_a_new_output_is_resumed(forks: Forks, source: P
         assert os.listdir(out.parent) == ["table"], site
 
 
-@pytest.mark.parametrize("no_exchange", sweep([False, True], quick=[False]))
+@pytest.mark.slow  # test_transactions.py ends writers at every step, in this process
+@pytest.mark.parametrize("no_exchange", [False, True])
 def test_a_kill_at_every_step_of_a_replacement_is_resumed(
     forks: Forks, source: Path, tmp_path: Path, no_exchange: bool
 ) -> None:

@@ -17,7 +17,6 @@ import torchlake as tl
 import training_runs as runs
 from cpus import needs_int8
 from sweeps import sweep
-from torchlake.evaluation import evaluate
 from torchlake.models import load
 
 GOOD = set(tiny.GOOD)
@@ -32,11 +31,6 @@ def stored(folder: Path, labels: pa.Array, *, name: str = "reviews", rows: int |
 
 def validations(run: Path, name: str) -> list[float]:
     return [line[f"validation_{name}"] for line in runs.metrics(run) if "validation_loss" in line]
-
-
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "RESAMPLES", 5)
 
 
 def test_the_least_of_a_loss_is_the_best(tmp_path: Path, tiny_bert: Path) -> None:

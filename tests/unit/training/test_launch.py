@@ -121,6 +121,7 @@ def test_an_error_of_ours_comes_back_as_itself() -> None:
         launch(_refuse)
 
 
+@pytest.mark.slow
 def test_a_script_for_torchrun_trains(tmp_path: Path) -> None:
     script = _write(
         tmp_path / "ddp.py",

@@ -51,7 +51,8 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, sc
     "options",
     [
         pytest.param({}, id="better"),
-        pytest.param({"learning_rate": 1e-9}, id="not better"),  # the best model stays that of the shorter run
+        # The best model stays that of the shorter run.
+        pytest.param({"learning_rate": 1e-9}, id="not better", marks=pytest.mark.slow),
         pytest.param({"ema": 0.9}, id="averaged", marks=pytest.mark.slow),
     ],
 )
