@@ -16,9 +16,9 @@ from _common import SCRATCH, arguments, finish
 from torchlake.data.batching import pad
 from torchlake.data.loading import build_cache, open_tokens
 from torchlake.data.order import epoch_batches
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.table import open_table
 
 

@@ -125,9 +125,9 @@ def check_keys(source: Path, seconds: Seconds) -> None:
 
 def write_output(source: Path, output: Path, *, increment: bool = False, chunk_rows: int | None = None) -> None:
     """An output of the table's key and text; with `increment` only of the files that it has gained."""
-    from torchlake.tables.output.commit import write_transaction
-    from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-    from torchlake.tables.output.parts import part_name
+    from torchlake.outputs.commit import write_transaction
+    from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+    from torchlake.outputs.parts import part_name
     from torchlake.tables.reading import ChunkReader
 
     _, plan = planned(source, COLUMNS, cached=planned_inputs(output), chunk_rows=chunk_rows)

@@ -74,7 +74,7 @@ def planned(source: Path, chunk_rows: int | None = 1, column: str = "text") -> t
 
 def tables(chunks: int) -> dict[str, Any]:
     """Plan, begin, the same command with every part written, commit, and the same command once more."""
-    from torchlake.tables.output.commit import write_transaction
+    from torchlake.outputs.commit import write_transaction
 
     row: dict[str, Any] = {"name": "tables", "chunks": chunks}
     source, output = one_file(chunks), HOME / f"out-{chunks}"
@@ -103,7 +103,7 @@ def write_parts(out: Any) -> None:
     """A part of one row for every chunk; but for the first without waiting for the disk, which is a worker's price."""
     import pyarrow as pa
 
-    from torchlake.tables.output.parts import part_name
+    from torchlake.outputs.parts import part_name
 
     names = [part_name(out.plan, chunk, FINGERPRINT) for chunk in out.pending]
     scored = pa.table({"row_id": ["0"], "label": ["good"], "score": [0.5], "error": pa.nulls(1, pa.string())})
@@ -115,7 +115,7 @@ def write_parts(out: Any) -> None:
 
 def make_idle_worker() -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A worker that does nothing, and says of each chunk what `predict`'s worker says."""
-    from torchlake.tables.output.parts import Part
+    from torchlake.outputs.parts import Part
 
     def worker(items: Iterator[Any]) -> Iterator[Any]:
         for chunk, name in items:
@@ -194,7 +194,7 @@ def keys(rows: int, processes: int) -> dict[str, Any]:
 
 def hashing(mib: int, processes: int) -> dict[str, Any]:
     """The sha256 of an input file, in blocks of a quarter."""
-    from torchlake.tables.storage import versions
+    from torchlake.storage import versions
 
     row: dict[str, Any] = {"name": "hashing", "mib": mib, "processes": processes}
     path = HOME / "bytes"
@@ -210,8 +210,8 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
     """`verify` of an output of parts with 32,768 rows, with row ids."""
     import pyarrow as pa
 
-    from torchlake.tables.output.commit import write_transaction
-    from torchlake.tables.output.parts import part_name
+    from torchlake.outputs.commit import write_transaction
+    from torchlake.outputs.parts import part_name
     from torchlake.tables.reading import row_ids
     from torchlake.tables.verification.verify import verify
 

@@ -21,12 +21,12 @@ import pyarrow.parquet as pq
 from _common import SCRATCH, finish, parser
 from _contender import forget_peak, peak_mib
 
+from torchlake.outputs.find import output_of
+from torchlake.outputs.parts import part_name
+from torchlake.outputs.target import SinkOptions
+from torchlake.outputs.write import WriteRequest
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.sinks._find import output_of
-from torchlake.tables.sinks._interface import SinkOptions
-from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.table import open_table
 
 HOME = SCRATCH / "sinks"

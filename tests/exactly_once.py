@@ -22,12 +22,12 @@ from pyarrow import csv
 import forked
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+from torchlake.outputs.parts import part_name
+from torchlake.outputs.staging.folders import staging_of
+from torchlake.storage import lease
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output import lease
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import part_name
-from torchlake.tables.output.staging import staging_of
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.table import open_table

@@ -14,10 +14,10 @@ import pyarrow as pa
 from obstore import exceptions
 
 from torchlake.errors import OutputError
-from torchlake.tables.output.parts import PartFolder
-from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
-from torchlake.tables.sinks._records import stored_commits
-from torchlake.tables.sinks._rewrite import LiveFile
+from torchlake.outputs.parts import PartFolder
+from torchlake.outputs.records import stored_commits
+from torchlake.outputs.rewrite import LiveFile
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
 
 REQUEST = ("error",)
 UNCONDITIONAL = ("error", "lost")

@@ -19,9 +19,12 @@ import psutil
 from fake_target import FakeStore
 from torchlake import atomic_io
 from torchlake.errors import TorchlakeError
-from torchlake.tables.output import commit, lease, staging
-from torchlake.tables.sinks import _object_lease, _state, _write
-from torchlake.tables.storage import objects
+from torchlake.outputs import commit
+from torchlake.outputs import write as _write
+from torchlake.outputs.staging import folders as staging
+from torchlake.outputs.staging import state as _state
+from torchlake.storage import lease, objects
+from torchlake.storage import object_lease as _object_lease
 
 HANG_S = 60.0
 "Until a thread that does not stop fails the test; nothing waits for it otherwise."

@@ -16,7 +16,7 @@ import numpy as np
 
 import misbehaving
 import torchlake as tl
-from torchlake.chunk_jobs import poison_rows
+from torchlake.jobs.worker import poison_rows
 from torchlake.models import load
 from torchlake.tables.reading import ChunkReader
 from torchlake.tasks import _tokens

@@ -23,16 +23,15 @@ from sink_kinds import Place, SinkKind
 from torchlake import failpoints
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
+from torchlake.outputs.compatibility import AllowedChanges
+from torchlake.outputs.find import output_of
+from torchlake.outputs.parts import part_name
+from torchlake.outputs.target import sink_options
+from torchlake.outputs.targets import delta
+from torchlake.outputs.write import WriteRequest
+from torchlake.storage import lease, objects
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output import lease
-from torchlake.tables.output.compatibility import AllowedChanges
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.sinks import delta
-from torchlake.tables.sinks._find import output_of
-from torchlake.tables.sinks._interface import sink_options
-from torchlake.tables.sinks._write import WriteRequest
-from torchlake.tables.storage import objects
 from torchlake.tables.table import open_table
 
 

@@ -1,6 +1,6 @@
 """An output of each sink for the conformance suite: how it is named, and read and added to without torchlake.
 
-A new file in `tables/sinks/` needs an entry here; the suite fails without one.
+A new file in `outputs/targets/` needs an entry here; the suite fails without one.
 """
 
 import atexit

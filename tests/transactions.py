@@ -22,17 +22,17 @@ import pyarrow.parquet as pq
 from fake_target import FakeTarget
 from interleaving import Fiber, World, Writer
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError
+from torchlake.outputs.compatibility import AllowedChanges
+from torchlake.outputs.find import Output
+from torchlake.outputs.parts import part_name
+from torchlake.outputs.staging import folders as staging
+from torchlake.outputs.target import Mode, SinkOptions
+from torchlake.outputs.targets import folder, object_folder
+from torchlake.outputs.write import WriteRequest
+from torchlake.storage.objects import ObjectFolder
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output import staging
-from torchlake.tables.output.compatibility import AllowedChanges
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.record import COMMIT, PARTS
-from torchlake.tables.sinks import folder, object_folder
-from torchlake.tables.sinks._find import Output
-from torchlake.tables.sinks._interface import Mode, SinkOptions
-from torchlake.tables.sinks._write import WriteRequest
-from torchlake.tables.storage.objects import ObjectFolder
 from torchlake.tables.table import open_table
 
 LEASE_S = 60.0

@@ -157,8 +157,8 @@ OF_MODELS = {
 
 def results() -> list[Any]:
     """The classes of what the functions return."""
-    from torchlake.chunk_jobs.map import Mapped
     from torchlake.evaluation.evaluate import Evaluation
+    from torchlake.jobs.map import Mapped
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
     from torchlake.tables.verification.verify import Verification

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchlake import errors
-    from torchlake.chunk_jobs.map import Mapped, map
     from torchlake.config.job import Job
     from torchlake.engines import Engine
     from torchlake.engines.local import Local
@@ -22,8 +21,11 @@ if TYPE_CHECKING:
     from torchlake.evaluation.evaluate import Evaluation, evaluate
     from torchlake.exporting.export import export
     from torchlake.exporting.mlflow_model import log_model
+    from torchlake.jobs.map import Mapped, map
+    from torchlake.launching.launch import launch
     from torchlake.metrics import Metric
     from torchlake.optimization.optimize import Optimized, optimize
+    from torchlake.outputs.find import open
     from torchlake.planning.plan import Plan, plan
     from torchlake.reporting.doctor import Diagnosis, doctor
     from torchlake.reporting.report import report
@@ -31,11 +33,9 @@ if TYPE_CHECKING:
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
     from torchlake.scoring.rank import rank
-    from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
     from torchlake.training.folds import Folds
-    from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
     from torchlake.tuning.tune import Tuning, tune
@@ -91,7 +91,7 @@ _MODULES = {
     "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",
-    "Mapped": "chunk_jobs.map",
+    "Mapped": "jobs.map",
     "Metric": "metrics",
     "Optimized": "optimization.optimize",
     "Plan": "planning.plan",
@@ -107,11 +107,11 @@ _MODULES = {
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "export": "exporting.export",
-    "launch": "training.launch",
+    "launch": "launching.launch",
     "load": "scoring.in_process",
     "log_model": "exporting.mlflow_model",
-    "map": "chunk_jobs.map",
-    "open": "tables.sinks._reading",
+    "map": "jobs.map",
+    "open": "outputs.find",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",

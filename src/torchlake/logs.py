@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchlake.config.redaction import redacted
+from torchlake.redaction import redacted
 
 LEVEL = "TORCHLAKE_LOG"
 "Environment variable: the lowest level that child processes log to standard error."

@@ -2,7 +2,7 @@
 
     engines/    where Python runs                   strategies/   how ranks share a model
     tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
-    tables/sources/   kinds of tables that are read     tables/sinks/   kinds of outputs
+    tables/sources/   kinds of tables that are read     outputs/targets/   kinds of outputs
 
 Files whose names begin with an underscore are helpers, not plug-ins. A task may also be an entry point of an installed
 package (group `torchlake.tasks`), or be given in Python: then this process and those that it starts find it by name.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torchlake.errors import MissingExtra, UsageError, pip_install
 
-Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "sinks"]
+Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "targets"]
 GROUP = "torchlake.tasks"
 "The entry point group of tasks."
 ONE: dict[Kind, str] = {
@@ -28,7 +28,7 @@ ONE: dict[Kind, str] = {
     "tasks": "task",
     "runtimes": "runtime",
     "sources": "source",
-    "sinks": "sink",
+    "targets": "target",
 }
 
 
@@ -132,4 +132,6 @@ def _from_entry_point(name: str) -> Any:
 
 
 def _package(kind: Kind) -> str:
-    return f"torchlake.tables.{kind}" if kind in ("sources", "sinks") else f"torchlake.{kind}"
+    return {"sources": "torchlake.tables.sources", "targets": "torchlake.outputs.targets"}.get(
+        kind, f"torchlake.{kind}"
+    )

@@ -1,4 +1,4 @@
-"""The promise of a sink: what every file in `tables/sinks/` keeps, whatever kills, stops or races a writer."""
+"""The promise of a sink: what every file in `outputs/targets/` keeps, whatever kills, stops or races a writer."""
 
 import hashlib
 import re
@@ -88,7 +88,7 @@ every_site = pytest.mark.parametrize("sweep", ["some", pytest.param("all", marks
 
 
 def test_every_sink_is_tested() -> None:
-    assert {kind.sink for kind in KINDS.values()} == {*plugins.names("sinks")}
+    assert {kind.sink for kind in KINDS.values()} == {*plugins.names("targets")}
 
 
 @every_kind

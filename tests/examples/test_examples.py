@@ -20,7 +20,7 @@ import tiny
 import torchlake
 from task_cases import searches
 from torchlake.engines import make_engine
-from torchlake.training.launch import launch_script
+from torchlake.launching.launch import launch_script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 import tiny
-from torchlake.training.launch import launch_script
+from torchlake.launching.launch import launch_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "migration"

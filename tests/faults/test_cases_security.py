@@ -25,8 +25,8 @@ from torchlake.checkpoints.store import FolderStore
 from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, TableError, TorchlakeError, UnsafeError, UsageError
 from torchlake.models import load as models
+from torchlake.storage import access, urls, versions
 from torchlake.tables.record import COMMIT, PLAN
-from torchlake.tables.storage import access, urls, versions
 from torchlake.tables.table import open_table
 
 TENSORS = {"weight": torch.zeros(2, 2)}

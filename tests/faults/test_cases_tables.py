@@ -21,8 +21,8 @@ import torchlake as tl
 from torchlake.cli.main import main
 from torchlake.errors import StorageError, TableError, TorchlakeError
 from torchlake.models import load
+from torchlake.outputs.staging import folders as staging
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output import staging
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 

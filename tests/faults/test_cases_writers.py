@@ -25,7 +25,7 @@ import scoring_runs
 import tiny
 from pids import wait_for
 from torchlake.errors import TorchlakeError
-from torchlake.tables.output import staging
+from torchlake.outputs.staging import folders as staging
 
 TEXTS = [f"{word} good film" for word in tiny.OTHER]
 CHUNK_ROWS = 6

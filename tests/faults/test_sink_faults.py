@@ -12,7 +12,7 @@ from sink_jobs import Output, source_rows, write_source
 from sink_kinds import KINDS, Place
 from sweeps import sweep
 from torchlake.errors import AccessError, StorageError
-from torchlake.tables.storage import objects
+from torchlake.storage import objects
 
 ALL = list(range(7))
 REMOTE = ["object_folder", "delta_on_s3"]

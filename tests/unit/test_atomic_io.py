@@ -13,7 +13,7 @@ from torchlake import atomic_io
 from torchlake.config.job import load_job
 from torchlake.models import load
 from torchlake.runs import folder
-from torchlake.tables.output import lease
+from torchlake.storage import lease
 
 WRITERS = 8
 

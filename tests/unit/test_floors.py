@@ -13,13 +13,12 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     5: "__init__ __main__ cli",
-    4: "chunk_jobs evaluation exporting optimization planning preparation reporting scoring training tuning",
+    4: "evaluation exporting jobs launching optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
-    1: "config distributed logs loss metrics optim processes "
-    "tables tables.formats tables.output tables.selection tables.sinks tables.sources tables.storage "
-    "tables.verification",
-    0: "atomic_io display errors failpoints plugins progress",
+    1: "config distributed loss metrics optim outputs processes storage "
+    "tables tables.formats tables.selection tables.sources tables.verification",
+    0: "amounts atomic_io display errors failpoints logs plugins progress redaction",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Which rooms may import a neighbor on their own floor. Plug-ins have none: they meet on floor 4 as arguments.
@@ -30,25 +29,23 @@ NEIGHBORS = {
     "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation"},
-    "preparation": {"chunk_jobs", "scoring"},
+    "preparation": {"jobs", "scoring"},
     "reporting": {"preparation"},
-    "scoring": {"chunk_jobs"},
+    "scoring": {"jobs"},
     "training": {"preparation", "reporting"},
     "tuning": {"preparation", "training"},
     "models": {"checkpoints", "data"},
     "runs": {"checkpoints"},
     "config": {"tables.selection"},
-    "logs": {"config"},
     "loss": {"config"},
     "optim": {"config", "processes"},
-    "processes": {"logs"},
-    "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
-    "tables.formats": {"tables.selection", "tables.storage"},
-    "tables.output": {"tables", "tables.formats", "tables.sources", "tables.storage"},
-    "tables.sinks": {"config", "tables", "tables.formats", "tables.output", "tables.sources", "tables.storage"},
-    "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
-    "tables.storage": {"config"},
-    "tables.verification": {"tables", "tables.formats", "tables.output", "tables.sinks", "tables.storage"},
+    "outputs": {"storage", "tables", "tables.formats", "tables.sources"},
+    "tables": {"storage", "tables.formats", "tables.selection", "tables.sources"},
+    "tables.formats": {"storage", "tables.selection"},
+    "tables.sources": {"storage", "tables.formats", "tables.selection"},
+    "tables.verification": {"outputs", "storage", "tables", "tables.formats"},
+    "amounts": {"errors"},
+    "logs": {"redaction"},
     "atomic_io": {"errors", "failpoints"},
     "plugins": {"errors"},
 }
@@ -56,14 +53,13 @@ NEIGHBORS = {
 GROUND = {
     "config",
     "engines",
+    "outputs",
     "processes",
+    "storage",
     "tables",
     "tables.formats",
-    "tables.output",
     "tables.selection",
-    "tables.sinks",
     "tables.sources",
-    "tables.storage",
     "tables.verification",
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
@@ -166,9 +162,9 @@ def test_the_rules_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "atomic_io.py"
     path.write_text(
         "def f():\n    from torchlake.training.train import train\n    from torchlake import predict, errors\n"
-        "    from torchlake.tables.output import commit\n    from torchlake.tables import keys\n    import torch\n"
+        "    from torchlake.outputs import commit\n    from torchlake.tables import keys\n    import torch\n"
     )
-    assert rooms(imported(path)) == {"training", "__init__", "errors", "tables.output", "tables"}
+    assert rooms(imported(path)) == {"training", "__init__", "errors", "outputs", "tables"}
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     assert len(climbs(path)) == 4
     assert heavy_imports(path) == {"torch"}

@@ -14,7 +14,7 @@ from typing import Any
 from torchlake.checkpoints.object_store import ObjectStore
 from torchlake.checkpoints.store import RUN, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost
-from torchlake.tables.storage.urls import is_url
+from torchlake.storage.urls import is_url
 
 FOLDER = "checkpoints"
 SCRATCH = ".checkpoints"

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from torchlake import atomic_io
 from torchlake.checkpoints.store import BEST, RUN, STATE, Draft, Files
-from torchlake.config.redaction import USER, redacted
 from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
-from torchlake.tables.storage.urls import check_url, filesystem_of, missing_library
+from torchlake.redaction import USER, redacted
+from torchlake.storage.urls import check_url, filesystem_of, missing_library
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from torchlake.cli.display import (
 )
 from torchlake.cli.engine import engine_of_job
 from torchlake.cli.lines import STDIN, lines_as_table, predict_lines
-from torchlake.config.redaction import redacted
 from torchlake.display import grid
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
+from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
     from torchlake.engines import Engine
@@ -212,7 +212,7 @@ def rank(
 
 def _scored(done: "Scored") -> Outcome:
     """Return the outcome of a job that scored a table."""
-    from torchlake.tables.output.failures import format_reasons, reason_hint
+    from torchlake.tables.failures import format_reasons, reason_hint
 
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
     values = {**{name: getattr(done, name) for name in names}, "output": done.path}
@@ -232,7 +232,7 @@ def _scored(done: "Scored") -> Outcome:
 def evaluate(model: str, table: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model on a labeled table."""
     from torchlake.evaluation.evaluate import evaluate
-    from torchlake.tables.output.failures import format_reasons
+    from torchlake.tables.failures import format_reasons
 
     done = evaluate(model, table, engine=engine, **options)
     values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion", "tokens")}
@@ -272,7 +272,7 @@ def launch(
     as_json: bool,
 ) -> Outcome:
     """Run a script or function on ranks; the outcome is the value that rank 0 returns."""
-    from torchlake.training.launch import launch_script
+    from torchlake.launching.launch import launch_script
 
     processes = 1 if engine is None else engine.num_ranks(None, gpus_per_process)
     value = launch_script(

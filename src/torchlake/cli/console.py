@@ -25,9 +25,9 @@ from typing import Any, TextIO
 
 from torchlake import atomic_io
 from torchlake.cli.display import Outcome
-from torchlake.config.redaction import redacted
 from torchlake.config.yaml import read_text, read_yaml
 from torchlake.errors import DataError, Interrupted, OutputError, RankFailed, Terminated, TorchlakeError, stopped_by
+from torchlake.redaction import redacted
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 "The exit status of other tools whose output is not read to its end."

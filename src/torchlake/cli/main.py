@@ -27,9 +27,9 @@ from torchlake.cli.console import (
     stop_outcome,
 )
 from torchlake.cli.display import Outcome, plain
-from torchlake.config.redaction import redacted
 from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
+from torchlake.redaction import redacted
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from torchlake.config.messages import sentence
-from torchlake.config.redaction import redacted
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.engine import EngineConfig
 from torchlake.config.sections.model import ModelConfig
@@ -26,6 +25,7 @@ from torchlake.config.types import STRICT
 from torchlake.config.yaml import Location, read_text, read_yaml, shape
 from torchlake.display import Shown, shown
 from torchlake.errors import ConfigError
+from torchlake.redaction import redacted
 
 
 @shown

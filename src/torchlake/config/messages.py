@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
-from torchlake.config.redaction import redacted
 from torchlake.config.yaml import Location, dotted, quote
+from torchlake.redaction import redacted
 
 if TYPE_CHECKING:  # scoring uses these words, too, and does without pydantic
     from pydantic import BaseModel

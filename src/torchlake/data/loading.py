@@ -23,7 +23,7 @@ from torchlake import atomic_io
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import INPUT_IDS, Array, Tokens, as_matrix, from_arrow
 from torchlake.errors import DataError
-from torchlake.tables.output.failures import count_failed
+from torchlake.tables.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
 
 FORMAT = 2

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from torchlake.config.task_spec import as_columns
 from torchlake.errors import DataError, UsageError
 from torchlake.metrics import Metric, bootstrapped
-from torchlake.tables.output.failures import count_reasons
-from torchlake.tables.output.spool import spooled
+from torchlake.outputs.staging.spool import spooled
+from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column

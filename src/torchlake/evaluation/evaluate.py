@@ -32,14 +32,15 @@ from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
+from torchlake.outputs.staging.spool import spooled
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import refuse_unable
+from torchlake.storage.spread import Spread
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.failures import count_reasons
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
-from torchlake.tables.output.failures import count_reasons
-from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
@@ -48,7 +49,6 @@ from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_o
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.storage.spread import Spread
 from torchlake.tables.table import open_table
 from torchlake.tasks import ColumnOptions
 from torchlake.tasks.feature_extraction import FeatureExtraction

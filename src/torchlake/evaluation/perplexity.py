@@ -31,13 +31,13 @@ from torchlake.engines.local import Local
 from torchlake.metrics import Metric, loss_metrics
 from torchlake.models.folders import model_folder
 from torchlake.models.load import load_tokenizer
+from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
 from torchlake.progress import progress
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import REFERENCE, requested
 from torchlake.scoring.scorer import device, worker_memory
-from torchlake.tables.output.failures import count_reasons
-from torchlake.tables.output.spool import spooled
+from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._options import ReadOptions
 

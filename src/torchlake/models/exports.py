@@ -20,7 +20,7 @@ from torchlake import atomic_io
 from torchlake.errors import DataError, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.models import folders
-from torchlake.tables.output.staging import exchange
+from torchlake.outputs.staging.folders import exchange
 
 FOLDER = "runtimes"
 FORMAT = 2

@@ -15,7 +15,7 @@ from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
 from torchlake.models.config import OWN_MODEL_TYPE
-from torchlake.tables.output.staging import exchange
+from torchlake.outputs.staging.folders import exchange
 
 if TYPE_CHECKING:
     import torch

@@ -25,11 +25,10 @@ import pyarrow.compute as pc
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.spool import spooled
+from torchlake.outputs.staging.spool import spooled
+from torchlake.tables.chunks import evenly_spaced, plan_chunks
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
-from torchlake.tables.sampling import evenly_spaced
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow

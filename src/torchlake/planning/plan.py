@@ -20,7 +20,7 @@ from typing import Unpack
 import numpy as np
 
 from torchlake import plugins
-from torchlake.config.amounts import operations, size_in_bytes
+from torchlake.amounts import operations, size_in_bytes
 from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, load_job
 from torchlake.config.sections.data import Fold, Fraction

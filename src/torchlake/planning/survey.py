@@ -33,9 +33,9 @@ from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_training_columns, make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.runs.folder import read_options_of
+from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.sampling import evenly_spaced, sample_rows
 from torchlake.tables.table import open_table
 from torchlake.tasks._inputs import read_inputs
 

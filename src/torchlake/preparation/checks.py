@@ -9,7 +9,7 @@ from torchlake.config.job import Job
 from torchlake.errors import ConfigError, TableError
 from torchlake.preparation.problem import draft_spec
 from torchlake.runs.folder import read_options_of, stored_tables
-from torchlake.tables.storage.spread import Spread, in_process
+from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.table import open_table
 
 

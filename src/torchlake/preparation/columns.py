@@ -20,7 +20,7 @@ from torchlake.config.task_spec import LabelColumn
 from torchlake.errors import DataError, UsageError
 from torchlake.preparation.labels import check_classes
 from torchlake.tables.arrays import is_blank, string_column
-from torchlake.tables.sampling import sample_rows
+from torchlake.tables.chunks import sample_rows
 from torchlake.tables.table import Table, missing_column
 
 TEXT, LABEL = (DataConfig.model_fields[name].default for name in ("text", "label"))

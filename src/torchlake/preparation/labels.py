@@ -13,12 +13,12 @@ import pyarrow as pa
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import Label, LabelColumn, TaskSpec
 from torchlake.errors import DataError
+from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
-from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tables.table import open_table
 
 MAX_SINGLETON_CLASSES = 10

@@ -2,7 +2,7 @@
 
 A chunk job like `predict`, with a tokenizer instead of a model: exactly once, resumable, the same bytes on every
 engine. Every input row gives one output row: a row that cannot be trained on has an `error` and no tokens; a row that
-kills the process is found by `chunk_jobs/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
+kills the process is found by `jobs/worker/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
 compressed text), and the text is never tokenized again.
 """
 
@@ -20,22 +20,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
-from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
+from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.models import folders, load
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+from torchlake.outputs.parts import TABLE, Part, PartFolder, part_name
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.failures import reason_hint
-from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name
+from torchlake.tables.failures import reason_hint
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.sources._options import ReadOptions

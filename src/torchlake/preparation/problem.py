@@ -25,7 +25,7 @@ from torchlake.loss import check_objective
 from torchlake.models.load import head_spec
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.runs.folder import read_options_of
-from torchlake.tables.storage.spread import Spread, in_process
+from torchlake.storage.spread import Spread, in_process
 from torchlake.tasks import PAIR, PROMPT
 
 log = logging.getLogger(__name__)

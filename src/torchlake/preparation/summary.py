@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.data import order
-from torchlake.tables.output.failures import count_reasons
+from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files, read_commit
 
 SHOWN_CLASSES = 10

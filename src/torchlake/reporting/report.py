@@ -14,9 +14,9 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.checkpoints import location
 from torchlake.config.job import load_job
-from torchlake.config.redaction import redacted
 from torchlake.errors import DataError, StorageError, UsageError
 from torchlake.preparation import summary
+from torchlake.redaction import redacted
 from torchlake.reporting.doctor import doctor
 from torchlake.reporting.page import Point, render, render_folds
 from torchlake.runs import metrics_log

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
 from torchlake.config.job import Job, flat
-from torchlake.config.redaction import redacted
 from torchlake.config.sections.track import TrackConfig
 from torchlake.errors import Interrupted, MissingExtra, UsageError, pip_install
 from torchlake.models import folders
+from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
 from torchlake.runs.follow import follow_metrics
 

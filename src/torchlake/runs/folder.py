@@ -19,12 +19,12 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.checkpoints import location
 from torchlake.config.job import Job, flat, job_to_yaml, load_job
-from torchlake.config.redaction import redacted
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
+from torchlake.outputs.compatibility import planned_inputs
+from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
-from torchlake.tables.output import lease
-from torchlake.tables.output.compatibility import planned_inputs
+from torchlake.storage import lease
 from torchlake.tables.record import local_output
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned

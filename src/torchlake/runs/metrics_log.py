@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchlake import atomic_io
-from torchlake.config.redaction import redacted
+from torchlake.redaction import redacted
 
 Line = dict[str, Any]
 OnStep = Callable[[Line], Any]

@@ -29,7 +29,7 @@ from torchlake.scoring.options import (
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
-from torchlake.tables.output.failures import check_error_rate
+from torchlake.tables.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
 from torchlake.tasks import TEXT
 from torchlake.tasks._inputs import columns_of

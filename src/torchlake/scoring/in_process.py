@@ -21,13 +21,14 @@ from typing import Any, Literal, Self, TypedDict, Unpack, overload
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.chunk_jobs.job import workspace_of
-from torchlake.chunk_jobs.options import refuse_unknown
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.jobs.job import workspace_of
+from torchlake.jobs.options import refuse_unknown
+from torchlake.outputs.find import Write
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, checked_input, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings
@@ -35,7 +36,6 @@ from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
-from torchlake.tables.sinks._find import Write
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
 from torchlake.tasks import ANY
 

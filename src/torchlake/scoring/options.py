@@ -13,11 +13,11 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.config.arguments import check_arguments
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
+from torchlake.jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options

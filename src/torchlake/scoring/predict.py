@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 from torchlake import plugins
-from torchlake.chunk_jobs.increments import (
+from torchlake.config.task_spec import TaskSpec
+from torchlake.display import Shown, shown
+from torchlake.engines import Engine, as_engine, make_engine
+from torchlake.engines.local import Local
+from torchlake.errors import UsageError
+from torchlake.jobs.increments import (
     Increment,
     file_increment,
     followed,
@@ -25,13 +30,10 @@ from torchlake.chunk_jobs.increments import (
     new_files,
     position_name,
 )
-from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job, shown_outcome
-from torchlake.chunk_jobs.options import OutputOptions
-from torchlake.config.task_spec import TaskSpec
-from torchlake.display import Shown, shown
-from torchlake.engines import Engine, as_engine, make_engine
-from torchlake.engines.local import Local
-from torchlake.errors import UsageError
+from torchlake.jobs.job import Finished, Job, open_input, plan_input, run_job, shown_outcome
+from torchlake.jobs.options import OutputOptions
+from torchlake.outputs.find import Output, Write, output_of
+from torchlake.outputs.staging.spool import spooled
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
@@ -49,9 +51,7 @@ from torchlake.scoring.ranges import with_ranges
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
-from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk
-from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import open_table

@@ -20,7 +20,7 @@ from torchlake.errors import DataError
 from torchlake.models import folders
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.tables.sampling import evenly_spaced, sample_rows
+from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.table import Table
 
 SAMPLE_ROWS = 1_000

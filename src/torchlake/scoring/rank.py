@@ -18,21 +18,21 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job
-from torchlake.chunk_jobs.options import output_options
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
+from torchlake.jobs.job import Job, open_input, plan_input, run_job
+from torchlake.jobs.options import output_options
 from torchlake.models import folders
+from torchlake.outputs.find import Write, output_of
+from torchlake.outputs.parts import Part
 from torchlake.scoring.options import PredictOptions, known_spec, refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy
-from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.sinks._find import Write, output_of
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow, to_original_frame
 
 SCORES = ".scores"

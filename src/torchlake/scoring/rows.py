@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
-from torchlake.chunk_jobs.read_ahead import Workspace
 from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import UsageError
+from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions

@@ -5,8 +5,8 @@
 For text generation the runtime returns token ids instead of logits, and a batch's budget includes the tokens that may
 be generated.
 
-A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
-and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
+A row never affects another one: `jobs/worker/isolation.py` halves a batch that raises until the failing row is alone,
+and `jobs/worker/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
 later ones start smaller.
 
 Sorting costs one argsort per chunk and saves the padding. Rows with equal inputs are computed once, because tables
@@ -27,12 +27,12 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.chunk_jobs.isolation import run_isolated
-from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
 from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError, Unavailable
+from torchlake.jobs.worker.isolation import run_isolated
+from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
 from torchlake.processes import hardware

@@ -4,7 +4,7 @@
     tables   score -> the same table with the prediction columns added
     stages   add tokens to a table in one process, predictions in another
 
-`scorer.py` does the scoring; `chunk_jobs/read_ahead.py` reads the next chunk.
+`scorer.py` does the scoring; `jobs/worker/read_ahead.py` reads the next chunk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
-from torchlake.chunk_jobs.read_ahead import examples_of, reading_ahead
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
+from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
+from torchlake.jobs.worker.read_ahead import examples_of, reading_ahead
+from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 

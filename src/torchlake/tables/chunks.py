@@ -13,27 +13,22 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import TableError
+from torchlake.storage.spread import Spread, each_file, in_process
+from torchlake.storage.urls import is_url
+from torchlake.storage.versions import Version, block_id, hashed_blocks, joined_id, settled_version_of, version_of
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.formats.scanning import ranges_of, scan_range
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
 from torchlake.tables.sources._interface import View
-from torchlake.tables.storage.spread import Spread, each_file, in_process
-from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import (
-    Version,
-    block_id,
-    hashed_blocks,
-    joined_id,
-    settled_version_of,
-    version_of,
-)
 from torchlake.tables.table import Table, check_columns
 
 TEXT = ("csv", "jsonl")
@@ -253,3 +248,22 @@ def split_text(file: SplitCandidates, size: int) -> Iterator[Split]:
 def _ceil_div(amount: int, size: int) -> int:
     """Return `amount / size`, rounded up; at least 1."""
     return max(1, -(-amount // size))
+
+
+SAMPLED_CHUNK_ROWS = 1_024
+SAMPLED_CHUNKS = 32
+
+
+def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, Plan]:
+    """Return the columns of at most 32,768 rows in the table's order, all of a smaller table, and the plan."""
+    plan = plan_chunks(table, columns=columns, chunk_rows=SAMPLED_CHUNK_ROWS, hashed=False)
+    reader = ChunkReader(columns)
+    picked = [plan.chunks[place] for place in evenly_spaced(len(plan.chunks), min(len(plan.chunks), SAMPLED_CHUNKS))]
+    rows = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
+    reader.close()
+    return rows, plan
+
+
+def evenly_spaced(rows: int, wanted: int) -> np.ndarray:
+    """Return `wanted` positions spread evenly over `rows`: the middles of as many equal parts."""
+    return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchlake.errors import TableError
+from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
 from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tables.table import Table
 
 EXAMPLES = 3

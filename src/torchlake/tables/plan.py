@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import DataError
-from torchlake.tables.storage.versions import Version
+from torchlake.storage.versions import Version
 
 FORMAT = 2
 COUNTS = ("left_out", "unread_files")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import TableError
+from torchlake.storage.versions import ContentChecker
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
@@ -29,7 +30,6 @@ from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
 from torchlake.tables.formats.streams import Dialect, TextRanges
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources._interface import View, view_of
-from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import check_columns, common_type
 
 BATCH_ROWS = 4096

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake import atomic_io
-from torchlake.config.redaction import redacted
 from torchlake.errors import TableError, Unavailable, UnsafeError, UsageError
+from torchlake.redaction import redacted
+from torchlake.storage.access import open_binary, unavailable
+from torchlake.storage.urls import is_url
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.storage.access import open_binary, unavailable
-from torchlake.tables.storage.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"

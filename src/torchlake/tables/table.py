@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError, Unavailable
+from torchlake.storage.spread import Spread, each_file, in_process
+from torchlake.storage.urls import is_url
+from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
@@ -29,9 +32,6 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
-from torchlake.tables.storage.spread import Spread, each_file, in_process
-from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import Version, settled_version_of
 
 
 @dataclass(frozen=True, kw_only=True)

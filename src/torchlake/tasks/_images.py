@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.config.redaction import redacted
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import from_arrow
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
-from torchlake.tables.storage.access import read_range
-from torchlake.tables.storage.urls import check_url, is_url
+from torchlake.redaction import redacted
+from torchlake.storage.access import read_range
+from torchlake.storage.urls import check_url, is_url
 
 MAX_FILE_BYTES = 256 << 20
 MAX_PIXELS = 89_478_485

@@ -27,7 +27,7 @@ from torchlake.metrics import lower_is_better
 from torchlake.preparation.checks import check_metric
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
-from torchlake.tables.output import lease
+from torchlake.storage import lease
 from torchlake.tables.record import local_output
 from torchlake.training import train as training
 

@@ -26,7 +26,7 @@ from torchlake.metrics import lower_is_better
 from torchlake.models.folders import base_folder
 from torchlake.optim import averages
 from torchlake.runs import metrics_log
-from torchlake.tables.output import lease
+from torchlake.storage import lease
 from torchlake.training.model import lora
 from torchlake.training.model.traits import stores_all
 from torchlake.training.rows import RankSettings, total_steps

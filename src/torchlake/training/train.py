@@ -26,6 +26,7 @@ from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.folders import base_folder
 from torchlake.models.load import check_folder
 from torchlake.optim import optimizers
+from torchlake.outputs.compatibility import planned_inputs
 from torchlake.preparation import summary
 from torchlake.preparation.checks import check_metric, check_tables, unknown_metric
 from torchlake.preparation.prepare import prepare
@@ -34,12 +35,11 @@ from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.arguments import Sections
 from torchlake.runs.metrics_log import OnStep
+from torchlake.storage.versions import ContentChecker
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
-from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.sources import streams
 from torchlake.tables.sources.frames import engine_of
-from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
 from torchlake.tasks import Task
 from torchlake.training import restarts

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from torchlake.config.redaction import redacted
 from torchlake.display import Shown, shown
 from torchlake.errors import MissingExtra, pip_install
+from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
 from torchlake.tuning.search_space import Range, Space
 

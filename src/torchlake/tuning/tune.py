@@ -45,11 +45,11 @@ from torchlake.runs.folder import (
     stored_tables,
 )
 from torchlake.runs.follow import follow_metrics
+from torchlake.storage import lease
+from torchlake.storage.spread import Spread
+from torchlake.storage.versions import version_of
 from torchlake.tables.chunks import content_ids
-from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
-from torchlake.tables.storage.spread import Spread
-from torchlake.tables.storage.versions import version_of
 from torchlake.tables.table import Table, open_table
 from torchlake.training.train import choose_metric, job_engine, named_engine, train
 from torchlake.tuning.search_space import Range, Space, read_space

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from torchlake.chunk_jobs.code_identity import code_identity, function_name
 from torchlake.errors import UsageError
+from torchlake.jobs.code_identity import code_identity, function_name
 
 
 def code_of(text: str, name: str = "make") -> str:
@@ -76,7 +76,7 @@ def test_it_is_the_same_in_processes_with_other_hash_seeds(tmp_path: Path) -> No
     path = tmp_path / "script.py"
     path.write_text(
         textwrap.dedent(BASE)
-        + "from torchlake.chunk_jobs.code_identity import code_identity\nprint(code_identity(make, None))\n"
+        + "from torchlake.jobs.code_identity import code_identity\nprint(code_identity(make, None))\n"
     )
     variables = {"PYTHONPATH": ":".join(sys.path)}
     found = {

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import tiny
 import torchlake as tl
-from torchlake.chunk_jobs import job
-from torchlake.chunk_jobs.in_flight import InFlight
-from torchlake.chunk_jobs.poison_rows import Attempt
+from torchlake.jobs import job
+from torchlake.jobs.worker.in_flight import InFlight
+from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.progress import progress
 
 

@@ -17,8 +17,8 @@ import mapping
 import scoring_runs
 import torchlake as tl
 from mapping import SCHEMA
-from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.errors import FingerprintError, TableError, TooManyErrors, UsageError
+from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.tables.verification.verify import verify
 
 HERE = tl.Local(processes=1)

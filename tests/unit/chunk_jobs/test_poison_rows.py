@@ -14,8 +14,8 @@ import pytest
 
 import reading_crashes
 from pids import wait_for
-from torchlake.chunk_jobs import poison_rows
-from torchlake.chunk_jobs.poison_rows import Attempt, Step
+from torchlake.jobs.worker import poison_rows
+from torchlake.jobs.worker.poison_rows import Attempt, Step
 
 ROWS = 9
 
@@ -202,7 +202,7 @@ def test_a_finished_chunk_leaves_nothing(tmp_path: Path) -> None:
 def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> None:
     """A speculative twin: its running rows are no suspects, and its file stays its own."""
     source = (
-        "import sys, threading; from pathlib import Path; from torchlake.chunk_jobs.poison_rows import Attempt\n"
+        "import sys, threading; from pathlib import Path; from torchlake.jobs.worker.poison_rows import Attempt\n"
         "twin = Attempt(Path(sys.argv[1]), 0, 9, 60.0)\n"
         "with twin.running('score', [1, 2]): print('running', flush=True); sys.stdin.read()\n"
         "twin.close()"
@@ -224,7 +224,7 @@ def test_an_attempt_that_died_before_it_began_is_not_waited_for(
 ) -> None:
     """As it may when its process already works on another chunk: nothing would say on which machine it ran."""
     source = (
-        "import os, signal, sys; from pathlib import Path; from torchlake.chunk_jobs import poison_rows\n"
+        "import os, signal, sys; from pathlib import Path; from torchlake.jobs import poison_rows\n"
         "poison_rows._self = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
         "poison_rows.Attempt(Path(sys.argv[1]), 0, 9, 60.0)"
     )

@@ -14,7 +14,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake.errors import MissingExtra, TableError, UsageError
-from torchlake.tables.storage.urls import filesystem_of
+from torchlake.storage.urls import filesystem_of
 
 
 class Untouched(tiny.Here):

@@ -15,9 +15,9 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
-from torchlake.chunk_jobs import job
+from torchlake.jobs import job
+from torchlake.outputs.parts import Part
 from torchlake.processes.interrupts import STOPPING, announce_interrupt
-from torchlake.tables.output.parts import Part
 
 SCRIPT = """
 import threading

@@ -94,7 +94,7 @@ def test_command_line_file_and_python_use_the_same_words(tmp_path: Path, capfd: 
 
 def wrong_arguments() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
     """The public functions with each argument that is a number, a switch, a text or one of some words."""
-    from torchlake.chunk_jobs.map import MapOptions
+    from torchlake.jobs.map import MapOptions
     from torchlake.optimization.optimize import OptimizeOptions
     from torchlake.scoring.in_process import GenerationArguments
     from torchlake.scoring.options import PredictOptions

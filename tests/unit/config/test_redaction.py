@@ -8,8 +8,8 @@ import pytest
 
 from torchlake.cli.main import main
 from torchlake.config.job import Job, flat, load_job
-from torchlake.config.redaction import REDACTED, redacted
 from torchlake.errors import ConfigError
+from torchlake.redaction import REDACTED, redacted
 from torchlake.reporting.report import report
 from torchlake.runs import folder, metrics_log
 

@@ -21,7 +21,7 @@ import training_runs as runs
 from torchlake.engines._spark_session import Session
 from torchlake.engines.spark import Spark
 from torchlake.errors import TableError, UsageError
-from torchlake.training import launch
+from torchlake.launching import launch
 
 TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"]
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 import tiny
 import torchlake as tl
+from torchlake import amounts
 from torchlake.cli.main import main
-from torchlake.config import amounts
 from torchlake.config.job import load_job
 from torchlake.data import batching, order, packing
 from torchlake.errors import DataError, TableError, UsageError

@@ -16,9 +16,9 @@ import training_runs as runs
 from sweeps import sweep
 from torchlake.errors import DataError
 from torchlake.models import load
+from torchlake.outputs.parts import PartFolder
 from torchlake.preparation.prepare import PrepareSettings, make_token_worker, prepare
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.table import open_table
 
 

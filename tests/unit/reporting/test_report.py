@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchlake.config.job import job_to_yaml, load_job
-from torchlake.config.redaction import redacted
 from torchlake.errors import DataError
+from torchlake.redaction import redacted
 from torchlake.reporting import page as report_page
 from torchlake.reporting import report as reporting
 from torchlake.reporting.report import report

@@ -22,8 +22,8 @@ import torchlake as tl
 from misbehaving import KILLER, misbehave
 from torchlake.engines.local import Local
 from torchlake.errors import TableError, UsageError
+from torchlake.outputs.staging.folders import staging_of
 from torchlake.scoring import in_process
-from torchlake.tables.output.staging import staging_of
 
 TEXTS = [*tiny.reviews(30)["text"].to_pylist(), None, "", "  ", "good " * 500]
 

@@ -16,16 +16,16 @@ import reading_crashes
 import tiny
 import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
-from torchlake.chunk_jobs.read_ahead import Workspace
 from torchlake.errors import TableError, TooManyErrors, UsageError
+from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import load
+from torchlake.outputs.parts import PartFolder
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.arrays import without_rows
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table

@@ -24,8 +24,8 @@ import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake.errors import FingerprintError, Locked, TableError, UsageError
-from torchlake.tables.output.lease import acquire
-from torchlake.tables.output.spool import spooled
+from torchlake.outputs.staging.spool import spooled
+from torchlake.storage.lease import acquire
 from torchlake.tables.sources import streams
 from torchlake.tables.sources.streams import GROUP_ROWS, store
 from torchlake.tables.table import open_table

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError
+from torchlake.storage import versions
+from torchlake.storage.versions import Version
 from torchlake.tables import chunks as planning
 from torchlake.tables.chunks import MAX_BYTES, Split, plan_chunks, split_row_groups, split_text
 from torchlake.tables.formats.layout import SplitCandidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
-from torchlake.tables.storage import versions
-from torchlake.tables.storage.versions import Version
 from torchlake.tables.table import open_table
 
 SEGMENTS = st.lists(

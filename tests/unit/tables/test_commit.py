@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
+from torchlake.outputs.commit import WriteTransaction, write_transaction
+from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+from torchlake.outputs.parts import Part, part_name
+from torchlake.outputs.staging import folders as staging
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output import staging
-from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import Part, part_name
 from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files, read_commit
@@ -421,7 +421,7 @@ def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("torchlake.tables.output.commit.os.link", refuse)
+    monkeypatch.setattr("torchlake.outputs.commit.os.link", refuse)
     with write_transaction(
         out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=AllowedChanges(new_input=True)
     ) as write:

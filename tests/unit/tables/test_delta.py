@@ -17,9 +17,9 @@ import pyroaring
 import pytest
 
 from torchlake.errors import TableError, Unavailable
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.cli.main import main
-from torchlake.tables.output.failures import count_reasons, format_reasons
+from torchlake.tables.failures import count_reasons, format_reasons
 
 
 @pytest.fixture(scope="module")

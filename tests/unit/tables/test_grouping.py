@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchlake.errors import StorageError
-from torchlake.tables.output.grouping import grouped
-from torchlake.tables.output.parts import Part, PartFolder
-from torchlake.tables.storage.spread import in_process
+from torchlake.outputs.grouping import grouped
+from torchlake.outputs.parts import Part, PartFolder
+from torchlake.storage.spread import in_process
 
 
 def write(folder: Path, tables: Sequence[pa.Table], **options: Any) -> tuple[PartFolder, list[Part]]:

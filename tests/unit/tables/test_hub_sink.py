@@ -16,7 +16,7 @@ import hub_repositories
 from hub_repositories import client_settings, set_faults
 from sink_jobs import job, source_rows, write_source
 from torchlake.errors import OutputError, StorageError, UsageError
-from torchlake.tables.sinks._reading import open as open_output
+from torchlake.outputs.find import open as open_output
 from torchlake.tables.verification.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")

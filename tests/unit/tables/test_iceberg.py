@@ -24,9 +24,9 @@ from pyiceberg.types import DoubleType, LongType, StringType
 from pyiceberg.utils.config import Config
 
 from torchlake.errors import TableError, Unavailable
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table

@@ -27,13 +27,13 @@ import iceberg_rest
 from iceberg_rest import Fault
 from sink_jobs import job, source_rows, write_source
 from torchlake.errors import OutputError, StorageError, TableError, UsageError
+from torchlake.outputs.find import open as open_output
+from torchlake.outputs.find import output_of
+from torchlake.outputs.parts import Part, part_name
+from torchlake.outputs.target import Change, Conflict, sink_options
+from torchlake.outputs.targets import iceberg
+from torchlake.outputs.write import WriteRequest
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.parts import Part, part_name
-from torchlake.tables.sinks import iceberg
-from torchlake.tables.sinks._find import output_of
-from torchlake.tables.sinks._interface import Change, Conflict, sink_options
-from torchlake.tables.sinks._reading import open as open_output
-from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from torchlake.errors import LeaseLost, Locked, OutputError
-from torchlake.tables.output.lease import acquire, locked
+from torchlake.storage.lease import acquire, locked
 
 
 def edit(staging: Path, **fields: Any) -> None:
@@ -70,7 +70,7 @@ def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path)
 
 def test_a_dead_process_on_this_machine_holds_nothing(staging: Path) -> None:
     script = (
-        "import os; from pathlib import Path; from torchlake.tables.output.lease import acquire; "
+        "import os; from pathlib import Path; from torchlake.storage.lease import acquire; "
         f"acquire(Path({str(staging)!r}), 600); os._exit(0)"
     )
     subprocess.run(
@@ -147,7 +147,7 @@ def test_a_folder_that_is_gone_is_lost_and_one_that_cannot_be_made_is_an_output_
 
 def test_a_lock_that_is_never_given_back_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: its holder was stopped in the middle of publishing; the newcomer says so instead of waiting for ever."""
-    monkeypatch.setattr("torchlake.tables.output.lease.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("torchlake.storage.lease.LOCK_WAIT_S", 0.2)
     staging = tmp_path / ".out.staging"
     first = acquire(staging, 60.0)
     with locked(staging), pytest.raises(Locked, match=r"locked for 0 s by pid \d+.*kill -CONT"):

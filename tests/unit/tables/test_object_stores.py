@@ -27,7 +27,7 @@ import s3_server
 import tiny
 from s3_server import BUCKET, S3Server
 from torchlake.errors import Unavailable
-from torchlake.tables.storage import access
+from torchlake.storage import access
 
 READ = """
 import json, sys

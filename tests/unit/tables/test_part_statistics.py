@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchlake
-from torchlake.tables.output.parts import PartFolder, delta_statistics, joined_statistics
+from torchlake.outputs.parts import PartFolder, delta_statistics, joined_statistics
 
 NAN, INF = float("nan"), float("inf")
 TEXT = st.text(max_size=40) | st.text(alphabet="a\U0010ffff", min_size=30, max_size=34)

@@ -13,10 +13,10 @@ import yaml
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake.chunk_jobs import job as chunk_job
 from torchlake.config.job import load_job
 from torchlake.errors import DataError, FingerprintError
 from torchlake.evaluation import evaluate as evaluating
+from torchlake.jobs import job as chunk_job
 from torchlake.optimization import sample
 from torchlake.preparation import first_job, labels
 from torchlake.tables import table as tables

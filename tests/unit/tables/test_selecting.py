@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchlake.errors import FingerprintError
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.compatibility import AllowedChanges
+from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.selection.options import Selection

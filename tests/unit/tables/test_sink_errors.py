@@ -20,7 +20,7 @@ import torchlake as tl
 from s3_server import BUCKET, S3Server
 from sweeps import sweep
 from torchlake.errors import AccessError, FingerprintError, MissingExtra, OutputError, TorchlakeError, UsageError
-from torchlake.tables.storage import objects
+from torchlake.storage import objects
 
 
 class Untouched(tiny.Here):

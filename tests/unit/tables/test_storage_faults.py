@@ -12,9 +12,9 @@ import s3_server
 from fault_proxy import FaultProxy, between
 from s3_server import BUCKET
 from torchlake.errors import LeaseLost, StorageError
-from torchlake.tables.sinks._object_lease import NAME, ObjectLease, acquire_object
-from torchlake.tables.storage import objects
-from torchlake.tables.storage.objects import ObjectFolder
+from torchlake.storage import objects
+from torchlake.storage.object_lease import NAME, ObjectLease, acquire_object
+from torchlake.storage.objects import ObjectFolder
 
 TRANSIENT: list[dict[str, Any]] = [
     {"answer": 500},

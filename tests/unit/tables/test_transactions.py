@@ -34,7 +34,7 @@ JOBS = {
     for kind, modes in MODES.items()
 }
 MACHINE = st.sampled_from(["one", "one", "two"])
-TABLES = Path(torchlake.__file__).parent / "tables"
+SOURCE = Path(torchlake.__file__).parent
 OTHERS = ("iceberg", "hub")
 "Sinks with steps of their own."
 SITE = re.compile(r'failpoint\("([\w.]+)"\)|site="([\w.]+)"')
@@ -215,7 +215,7 @@ def test_every_durable_step_is_a_stop(sources: dict[str, Planned]) -> None:
             model.run(Job("a", version=2, mode=modes[-1]))
             passed.update(site for _, site, _ in model.world.trace)
     passed |= {site.rpartition(".")[0] for site in passed}
-    files = [path for folder in ("output", "sinks") for path in (TABLES / folder).glob("*.py")]
+    files = [path for folder in ("outputs", "storage") for path in (SOURCE / folder).rglob("*.py")]
     named = {a or b for path in files if path.stem not in OTHERS for a, b in SITE.findall(path.read_text("utf-8"))}
     assert len(named) > 15
     assert named - passed == set()

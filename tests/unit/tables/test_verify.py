@@ -16,9 +16,9 @@ import tiny
 import torchlake as tl
 from torchlake import atomic_io
 from torchlake.errors import TableError
+from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, PLAN
 from torchlake.tables.table import open_table

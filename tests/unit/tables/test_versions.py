@@ -15,11 +15,11 @@ import pytest
 
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
+from torchlake.outputs.parts import PartFolder
+from torchlake.storage.versions import content_id, version_of
 from torchlake.tables.chunks import MAX_BYTES, plan_chunks
-from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.storage.versions import content_id, version_of
 from torchlake.tables.table import Table, open_table
 
 
@@ -96,7 +96,7 @@ def test_quarantine_takes_no_file_that_the_storage_does_not_give(
         return real(path, *arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlake.tables.storage.versions.os.stat", throttled)
+        patch.setattr("torchlake.storage.versions.os.stat", throttled)
         with pytest.raises(Unavailable, match=r"b.parquet: Please reduce your request rate"):
             open_table(tmp_path, columns=["id"], on_bad_file="quarantine")
 

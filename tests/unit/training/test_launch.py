@@ -12,8 +12,8 @@ import pytest
 
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, RankFailed, UsageError
-from torchlake.training import launch as launching
-from torchlake.training.launch import launch, launch_script
+from torchlake.launching import launch as launching
+from torchlake.launching.launch import launch, launch_script
 
 TWO = Local(processes=2)
 

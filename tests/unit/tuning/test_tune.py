@@ -31,7 +31,7 @@ from torchlake.errors import (
 )
 from torchlake.models import load
 from torchlake.runs import follow
-from torchlake.tables.output import lease
+from torchlake.storage import lease
 from torchlake.training import step
 from torchlake.tuning import study
 from torchlake.tuning.search_space import Range, read_space

@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError
+from torchlake.storage.access import open_binary, read_range, unavailable
+from torchlake.storage.urls import is_url
+from torchlake.storage.versions import Version
 from torchlake.tables.formats import extensions
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
-from torchlake.tables.storage.access import open_binary, read_range, unavailable
-from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import Version
 
 ARROW_MAGIC = b"ARROW1\0\0"
 TAIL_BYTES = 1 << 16  # of a Parquet file, read by one request: most footers are shorter

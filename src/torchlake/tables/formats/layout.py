@@ -11,13 +11,13 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from torchlake.errors import TableError
+from torchlake.storage.access import read_range
+from torchlake.storage.versions import Version
 from torchlake.tables.formats import lines, values
 from torchlake.tables.formats.columnar import Footer, arrow_segments, open_arrow, parquet_footer, sampled_size
 from torchlake.tables.formats.lines import BadRecord, Segment
 from torchlake.tables.formats.scanning import Scanned, join_ranges, ranges_of, scan_range
 from torchlake.tables.formats.streams import Dialect, plain_name
-from torchlake.tables.storage.access import read_range
-from torchlake.tables.storage.versions import Version
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".parq", ".pq"), "parquet"),

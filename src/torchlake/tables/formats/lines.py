@@ -19,9 +19,9 @@ from itertools import count
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from torchlake.errors import TableError
+from torchlake.storage.access import open_binary
 from torchlake.tables.formats.streams import BOM, Dialect, Replay, TextRanges, is_stream, open_stream
 from torchlake.tables.formats.values import is_utf8
-from torchlake.tables.storage.access import open_binary
 
 SEGMENT_BYTES = 1 << 20
 SEGMENT_ROWS = 256

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from torchlake.errors import TableError, UsageError
-from torchlake.tables.storage.access import open_binary, read_range
+from torchlake.storage.access import open_binary, read_range
 
 BLOCK = 1 << 20
 BOM = b"\xef\xbb\xbf"

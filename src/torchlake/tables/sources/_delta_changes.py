@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import TableError, Unavailable
+from torchlake.storage.access import open_binary
 from torchlake.tables.sources._interface import ChangedRows
-from torchlake.tables.storage.access import open_binary
 
 LOG = "_delta_log"
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 import pyarrow as pa
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.tables.storage.access import storage_errors
-from torchlake.tables.storage.urls import filesystem_of, is_url
+from torchlake.storage.access import storage_errors
+from torchlake.storage.urls import filesystem_of, is_url
 
 THREADS = 16
 _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
+from torchlake.storage.access import storage_errors
+from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.storage.access import storage_errors
-from torchlake.tables.storage.urls import filesystem_of, is_url, object_store_options
 
 VERSION = re.compile(r"(?P<table>.+)@v(?:(?P<since>\d+)\.\.v)?(?P<version>\d+)", re.DOTALL)
 FEATURES = frozenset(

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from torchlake.errors import TableError, Unavailable
+from torchlake.storage.access import storage_errors, unavailable
+from torchlake.storage.urls import check_url, filesystem_of, is_url, secret_repository
 from torchlake.tables.formats.layout import is_table_file
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
 from torchlake.tables.sources._partitions import partitions_of
-from torchlake.tables.storage.access import storage_errors, unavailable
-from torchlake.tables.storage.urls import check_url, filesystem_of, is_url, secret_repository
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, Unavailable
+from torchlake.storage.catalogs import TableName, first_line, load_table, parse_name
 from torchlake.tables.sources._iceberg_columns import Columns
 from torchlake.tables.sources._interface import Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.storage.catalogs import TableName, first_line, load_table, parse_name
 
 _NUMBER = re.compile(r"(?P<snapshot>\d+)(?::(?P<schema>\d+))?")
 "A snapshot, and the number of the schema if it is not the one that the snapshot was written with."

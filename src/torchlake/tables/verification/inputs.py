@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchlake.errors import TableError
+from torchlake.storage.spread import each_file
+from torchlake.storage.urls import is_url
+from torchlake.storage.versions import ContentChecker
 from torchlake.tables.plan import InputFile, Plan
 from torchlake.tables.record import FOLDER
-from torchlake.tables.storage.spread import each_file
-from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import ContentChecker
 
 
 def unchanged_inputs(plan: Plan, notes: list[str]) -> frozenset[str]:

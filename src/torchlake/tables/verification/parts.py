@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, StorageError, UnsafeError
+from torchlake.storage.folders import folder_at
+from torchlake.storage.urls import is_url
+from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.keys import Keys
-from torchlake.tables.output.failures import count_failed
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.storage.folders import folder_at
-from torchlake.tables.storage.urls import is_url
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.display import Shown, count, shown
+from torchlake.outputs.find import Committed, committed
+from torchlake.storage.spread import Spread, in_process
+from torchlake.storage.urls import is_url
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
 from torchlake.tables.plan import Plan, plan_from_json
 from torchlake.tables.record import PLAN, recorded_schema
-from torchlake.tables.sinks._reading import Committed, committed
-from torchlake.tables.storage.spread import Spread, in_process
-from torchlake.tables.storage.urls import is_url
 from torchlake.tables.verification.inputs import other_files, selection_note, unchanged_inputs
 from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
 

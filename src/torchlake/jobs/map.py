@@ -1,0 +1,244 @@
+"""`map`: any function of record batches over a table, exactly once.
+
+It is the chunk job of `predict` with a function in place of the model: the same plan, poison rows, resume and commit,
+on every engine.
+"""
+
+import platform
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, Unpack
+
+import pyarrow as pa
+
+from torchlake.display import Shown, shown
+from torchlake.engines import Engine, as_engine
+from torchlake.engines.local import Local
+from torchlake.errors import UsageError
+from torchlake.jobs.code_identity import check_takes_nothing, code_identity, function_name
+from torchlake.jobs.job import Job, open_input, plan_input, run_job, shown_outcome, workspace_of
+from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
+from torchlake.jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.outputs.find import Output, Write, output_of
+from torchlake.outputs.staging.spool import spooled
+from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.frames import engine_of
+from torchlake.tables.sources.streams import Input
+from torchlake.tables.table import Table, check_columns
+
+BATCH_ROWS = 1024
+
+
+class MapOptions(JobArguments, total=False):
+    """The options of `map` besides columns and engine; documented there."""
+
+    batch_rows: int
+    gpus_per_process: int
+
+
+@shown
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """The output of `map`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
+
+    path: Path | str
+    "The output: a folder's path, a URL or the name of a table."
+    rows_in: int
+    rows_out: int
+    rows_failed: int
+    seconds: float
+    rows_per_s: float
+    "Rows that this call mapped, per second of the whole call."
+    record: dict[str, Any]
+    "The commit record, with the provenance."
+    quarantined: tuple[tuple[str, str], ...] = ()
+    'Skipped files, each with the reason (`on_bad_file="quarantine"`); their rows are not counted.'
+    errors: dict[str, int] = field(default_factory=dict)
+    "Rows that failed, by reason."
+    example: str | None = None
+    "File and row of the first failed row, and its error."
+
+    def _shown(self) -> Shown:
+        return shown_outcome(self)
+
+
+def map(
+    make_worker: MakeWorker,
+    table: Input,
+    output: str | Path,
+    *,
+    schema: pa.Schema | Mapping[str, pa.DataType],
+    columns: Sequence[str] = (),
+    key: str | None = None,
+    version: str | None = None,
+    engine: Engine | str | None = None,
+    **options: Unpack[MapOptions],
+) -> Mapped:
+    """Apply a function of record batches to every row of `table`, exactly once, and write `output`.
+
+        def make_worker():
+            import re                                   # once per process: imports, models, connections
+            word = re.compile(r"\\w+")
+
+            def count(batch: pa.Table) -> pa.Table:     # many times: a batch in, as many rows out
+                return pa.table({"words": [len(word.findall(text or "")) for text in batch["text"].to_pylist()]})
+
+            return count
+
+        tl.map(make_worker, "reviews.parquet", "counted", schema={"words": pa.int64()}, columns=["text"], key="id")
+
+    `make_worker()` runs once in each process and returns the function: from a pyarrow Table of `columns` (default: all
+    of the table) to a Table or RecordBatch with the columns of `schema`, one row for each row, in their order. A batch
+    has up to `batch_rows` rows (default: 1024), and the function must not depend on which rows share it. The output has
+    `key` (a column of unique values without nulls; else a generated `row_id`), the columns of `schema`, and `error`.
+
+    A batch that raises is halved until the failing row is alone: that row has null values and the exception as its
+    `error`. A row that kills its process, or takes longer than `row_timeout_s` seconds, becomes an error row the second
+    time. A call with a whole batch has the same time, so give a slow function a smaller `batch_rows`. A result with
+    other columns, types or another number of rows ends the job.
+
+    The same call after a kill continues where it stopped, if the function is the same: by its name, and by its code
+    with everything of your own code that it reads (functions, classes, constants; not installed libraries). With a
+    `version`, only name and version count: change it with every change of the function's results.
+
+    `engine` is where the processes run (default: one per core of this machine); `gpus_per_process` GPUs are for each of
+    them (default: 0). `where`, `sample`, `limit`, `seed`, `csv`, `chunk_rows`, `overwrite`, `accept_new_input`,
+    `accept_removed_input`, `on_bad_file` and `max_error_rate` are those of `predict`, as are the kinds of `table` and
+    `output` (Parquet folders, Delta and Iceberg tables) and their `format`, `mode`, `partition_by`, `add_columns` and
+    `target_file_size`.
+
+    Raises TooManyErrors when more than `max_error_rate` (default: 0.5) of the rows fail (nothing is published, finished
+    chunks are kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it,
+    TableError and UsageError for mistakes.
+    """
+    refuse_unknown("map", options, MapOptions.__annotations__)
+    check_values(options, counts=("batch_rows",))
+    if options.get("gpus_per_process", 0) < 0:
+        raise UsageError(f"gpus_per_process: expected 0 or more, got {options['gpus_per_process']}.")
+    check_takes_nothing(make_worker, "map: make_worker", "def make_worker(): return function")
+    native = engine_of(table)
+    if native is not None:
+        raise UsageError(
+            f"A {native} frame has its own methods to apply a function (mapInArrow, map_batches). Save the frame as "
+            "Parquet, and give map the path."
+        )
+    settings = MapSettings(
+        make_worker=make_worker,
+        name=function_name(make_worker),
+        columns=tuple(columns),
+        key=key,
+        schema=_promised(schema, key),
+        batch_rows=options.get("batch_rows", BATCH_ROWS),
+        row_timeout_s=options.get("row_timeout_s", 600.0),
+    )
+    identity = code_identity(make_worker, version)
+    about = output_options(options)
+    place = output_of(output, about.sink)
+    with spooled(table, place.place) as stored:
+        gpus = options.get("gpus_per_process", 0)
+        return _map_table(stored, place, settings, identity, as_engine(engine), about, gpus)
+
+
+def _map_table(
+    table: StoredTable,
+    output: Output,
+    settings: MapSettings,
+    identity: Mapping[str, str],
+    engine: Engine | None,
+    options: OutputOptions,
+    gpus_per_process: int,
+) -> Mapped:
+    began = time.perf_counter()
+    runner = engine or Local()
+    settings, source = _open(table, output, settings, options, runner)
+    key = settings.key
+    columns = tuple(dict.fromkeys((*([key] if key else []), *settings.columns)))
+    schema = output_schema(settings, source.schema)
+    plan = plan_input(source, output, columns, options, schema=schema, key=key, engine=runner)
+    job = Job(
+        name="map",
+        output=output,
+        source=source,
+        plan=plan,
+        schema=schema,
+        fingerprint=_fingerprint(settings, identity),
+        key=key,
+        environment=_environment(),
+        options=options,
+        spread=runner.spread,
+    )
+
+    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
+        return runner.run_chunks(
+            partial(make_map_worker, replace(settings, workspace=workspace_of(out))),
+            items,
+            gpus_per_process=gpus_per_process,
+            name=f"map {out.title}",
+            label=chunk_label,
+        )
+
+    def provenance(made: list[MappedChunk], rows: int, seconds: float) -> dict[str, Any]:
+        return {
+            **identity,
+            "engine": type(runner).__name__.lower(),
+            **_environment(),
+            "rows_mapped": rows,
+            "seconds": round(seconds, 3),
+            "function_seconds": round(sum(chunk.seconds for chunk in made), 3),
+            "errors": [example for chunk in made for example in chunk.examples][:20],
+        }
+
+    return Mapped(**run_job(job, start, provenance, began=began).outcome._asdict())
+
+
+def _open(
+    table: StoredTable, output: Output, settings: MapSettings, options: OutputOptions, engine: Engine
+) -> tuple[MapSettings, Table]:
+    """Return the settings with the columns that the function reads, and the input."""
+    wanted = tuple(dict.fromkeys((*([settings.key] if settings.key else []), *settings.columns)))
+    source = open_input(table, output, wanted if settings.columns else (), options, engine.spread)
+    check_columns(source.source, wanted, source.schema)
+    return replace(settings, columns=settings.columns or tuple(source.schema.names)), source
+
+
+def _promised(schema: pa.Schema | Mapping[str, pa.DataType], key: str | None) -> pa.Schema:
+    """Return the columns that the function returns. Raises UsageError."""
+    if not isinstance(schema, pa.Schema):
+        kinds = [name for name, kind in schema.items() if not isinstance(kind, pa.DataType)]
+        if kinds:
+            raise UsageError(f"schema: {kinds[0]!r} is a {type(schema[kinds[0]]).__name__}; give a type: pa.int64().")
+        schema = pa.schema(list(schema.items()))
+    if not schema.names:
+        raise UsageError("schema has no columns; give those that the function returns, such as {'words': pa.int64()}.")
+    folded = [name.casefold() for name in schema.names]  # Spark and Hive ignore case in names
+    twice = next((name for name in schema.names if folded.count(name.casefold()) > 1), None)
+    if twice is not None:
+        raise UsageError(f"schema has two columns {twice!r}; rename one.")
+    own = next((name for name in ("row_id" if key is None else key, "error") if name.casefold() in folded), None)
+    if own is not None:
+        raise UsageError(f"schema: torchlake writes the column {own!r} itself; leave it out of the function's result.")
+    return pa.schema([column.remove_metadata().with_nullable(True) for column in schema])
+
+
+def _fingerprint(settings: MapSettings, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Return all settings that, with the rows, determine the output."""
+    return {
+        "format": 1,
+        "job": "map",
+        **identity,
+        "columns": list(settings.columns),
+        "key": settings.key,
+        "schema": {column.name: str(column.type) for column in settings.schema},
+        "batch_rows": settings.batch_rows,
+    }
+
+
+def _environment() -> dict[str, str]:
+    """Return the versions of the libraries that every function uses."""
+    versions = {name: version_of(name) for name in ("torchlake", "pyarrow", "numpy")}
+    return {**versions, "python": platform.python_version()}

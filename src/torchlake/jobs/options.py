@@ -1,0 +1,93 @@
+"""Check the options of input and output that every chunk job of the Python API has. None of them changes a row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
+
+from torchlake.config.arguments import check_arguments
+from torchlake.errors import UsageError
+from torchlake.outputs.target import Mode, SinkOptions, sink_options
+from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
+
+MAX_TIMEOUT_S = 1_000_000
+
+
+class JobArguments(TypedDict, total=False):
+    """The options of input and output; `predict` documents them."""
+
+    row_timeout_s: float
+    max_error_rate: float
+    chunk_rows: int | None
+    overwrite: bool
+    accept_new_input: bool
+    accept_removed_input: bool
+    on_bad_file: Literal["error", "quarantine"]
+    format: Literal["parquet", "delta", "iceberg"] | None
+    mode: Mode
+    partition_by: str | Sequence[str]
+    add_columns: bool
+    target_file_size: int | str | None
+    incremental: bool
+    csv: Mapping[str, str] | None
+    where: str | None
+    sample: float | None
+    limit: int | None
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Options of the output folder and its input."""
+
+    max_error_rate: float = 0.5
+    "Share of failed rows above which nothing is published."
+    chunk_rows: int | None = None
+    "Maximum rows of a chunk; None: it depends on the table's size."
+    overwrite: bool = False
+    accept_new_input: bool = False
+    accept_removed_input: bool = False
+    on_bad_file: Literal["error", "quarantine"] = "error"
+    incremental: bool = False
+    read: ReadOptions = field(default_factory=ReadOptions)
+    sink: SinkOptions = field(default_factory=SinkOptions)
+
+
+def output_options(given: Mapping[str, Any]) -> OutputOptions:
+    """Return the options of input and output among the arguments of a function."""
+    names = {one.name for one in fields(OutputOptions)}
+    read = read_options({name: value for name, value in given.items() if name in READ_ARGUMENTS})
+    options = {name: value for name, value in given.items() if name in names}
+    sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
+    if options.get("overwrite") and sink.mode not in ("create", "overwrite"):
+        raise UsageError(f"overwrite replaces the output, but mode {sink.mode} adds to it; give only one of them.")
+    if options.get("incremental") and (options.get("overwrite") or sink.mode in ("overwrite", "replace-where")):
+        raise UsageError("incremental adds what is new: use mode create or append, and leave out overwrite.")
+    if options.get("incremental") and read.asked.keys() & {"sample", "limit"}:
+        raise UsageError("incremental reads every new row: leave out sample and limit.")
+    if options.get("overwrite"):
+        sink = replace(sink, mode="overwrite")
+    return OutputOptions(**options, read=read, sink=sink)
+
+
+def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise TypeError, as a function does, for an argument that is not `known`, and UsageError for a wrong type."""
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    check_arguments(given, known)
+
+
+def check_values(given: Mapping[str, Any], *, counts: tuple[str, ...]) -> None:
+    """Raise UsageError for a value out of range; `counts` are at least 1."""
+    rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
+    if not 0 <= rate <= 1:
+        raise UsageError(f"max_error_rate: expected a share of the rows from 0 to 1, got {rate}.")
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise UsageError(f"row_timeout_s: expected seconds above 0 and up to {MAX_TIMEOUT_S:,}, got {timeout}.")
+    for name in ("chunk_rows", *counts):
+        count = given.get(name)
+        if count is not None and count < 1:
+            raise UsageError(f"{name}: expected 1 or more, got {count}.")

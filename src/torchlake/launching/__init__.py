@@ -1,0 +1,5 @@
+"""Launch the user's own torch code as ranks, on any engine.
+
+In: a function, its name, or a script. Out: rank 0's value.
+Read `launch.py` first.
+"""

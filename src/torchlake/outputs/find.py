@@ -1,0 +1,191 @@
+"""Find the target of an output, write through it, and read what is committed there.
+
+`committed` gives the records, for `verify`; `open` gives the rows.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torchlake import atomic_io, plugins
+from torchlake.errors import TableError, UsageError
+from torchlake.outputs.begin import Earlier, earlier_write, table_transaction
+from torchlake.outputs.commit import WriteTransaction
+from torchlake.outputs.compatibility import planned_inputs, recorded_fingerprint
+from torchlake.outputs.records import read_record
+from torchlake.outputs.staging.state import temporary_folder
+from torchlake.outputs.target import SinkOptions, Target
+from torchlake.outputs.write import TableWrite, WriteRequest
+from torchlake.redaction import redacted
+from torchlake.storage.urls import is_url
+from torchlake.tables.record import PLAN, URL_AS_PATH, local_output, output_path, read_commit, recorded_arrow_schema
+from torchlake.tables.sources.files import local_path
+
+Write = WriteTransaction | TableWrite
+
+
+def output_text(output: str | Path) -> str:
+    """Return an output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
+    return local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
+
+
+def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
+    """Return the sink for an output, in the requested format, else the format of what exists there.
+
+    Raises UsageError if no sink can write to it.
+    """
+    text = output_text(output)
+    kinds = [plugins.load("targets", name) for name in _order()]
+    found: ModuleType | None = next((kind for kind in kinds if kind.recognizes(text, format)), None)
+    if found is None:
+        raise UsageError(
+            f"{redacted(text)}: cannot be written as {format}. Iceberg tables have a name in a catalog "
+            "(iceberg:catalog.namespace.table); Parquet and Delta have a path or URL."
+        )
+    return found
+
+
+def _order() -> list[str]:
+    """Return the plug-ins, with the local folder last because it accepts every path."""
+    return sorted(plugins.names("targets"), key=lambda name: (name in ("folder", "object_folder"), name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """An output of any kind, to write to."""
+
+    text: str
+    sink: ModuleType
+    options: SinkOptions
+    target: Target | None
+    "None for a local folder."
+
+    @property
+    def place(self) -> Path:
+        """A local path that stands for the output: input that must be stored first is stored beside it."""
+        if self.target is None:
+            return local_output(self.text)
+        root = self.target.root
+        return Path(root) if root and not is_url(root) else temporary_folder(root or self.text)
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """A folder that an engine's processes can reach; None for an output that is not in a local folder (yet)."""
+        if self.target is not None and (not self.target.root or is_url(self.target.root)):
+            return None
+        folder = self.place.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def path(self) -> Path | str:
+        """The output as the caller names it: a folder's path, else a URL or a table's name."""
+        return self.place if self.target is None else self.target.shown
+
+    def earlier(self) -> Earlier:
+        """Return what is known about the interrupted write, or about the output itself."""
+        if self.target is None:
+            return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
+        return earlier_write(self.target)
+
+    def latest_record(self) -> dict[str, Any]:
+        """Return the record of torchlake's last commit to a table; empty if there is none."""
+        assert self.target is not None, "of a table"
+        name = self.target.latest(self.target.snapshot())
+        return {} if name is None else read_record(self.target, name) or {}
+
+    @contextmanager
+    def begin(self, request: WriteRequest) -> Iterator[Write]:
+        """Write the result of a plan, exactly once; see `write_transaction`."""
+        if self.target is None:
+            with self.sink.begin(self.text, self.options, request) as write:
+                yield write
+        else:
+            with table_transaction(self.target, self.options, request) as table:
+                yield table
+
+    def refuse_input(self, files: Sequence[str]) -> None:
+        """Raise UsageError if an input file is inside the output, which would replace it or add to it."""
+        root = str(self.place) if self.target is None else self.target.root
+        if not root:
+            return
+        inside = f"{root.rstrip('/')}/" if is_url(root) else f"{os.path.realpath(root)}/"
+        for file in files:
+            if (file if is_url(file) else os.path.realpath(file)).startswith(inside):
+                raise UsageError(
+                    f"{self.path}: contains the input file {file}, which the output would replace or add to. Give "
+                    "another output."
+                )
+
+
+def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
+    """Return an output of any kind.
+
+    Raises UsageError if no sink can write to it, MissingExtra when its library is not installed, OutputError and
+    StorageError when it cannot be opened.
+    """
+    options = options or SinkOptions()
+    sink, text = sink_of(output, options.format), output_text(output)
+    target = sink.open_target(text, options) if hasattr(sink, "open_target") else None
+    return Output(text=text, sink=sink, options=options, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The rows of one commit of an output."""
+
+    record: dict[str, Any]
+    plan: dict[str, Any]
+    "The commit record, as JSON."
+    folder: str
+    "The path or URL where the parts in the record are."
+    live: frozenset[str] | None
+    "Names of the parts that a table still has; None if the output must have all parts and nothing else."
+
+
+class CommittedRows(NamedTuple):
+    """What torchlake committed to an output."""
+
+    commits: list[Committed]
+    notes: list[str]
+
+
+def committed(output: str | Path) -> CommittedRows:
+    """Return what torchlake committed to an output. Raises TableError when there is nothing."""
+    place = output_of(output)
+    if place.target is None:
+        folder = output_path(output)
+        own = Committed(
+            record=read_commit(folder), plan=atomic_io.read_json(folder / PLAN), folder=str(folder), live=None
+        )
+        return CommittedRows([own], [])
+    target, notes, found = place.target, [], []
+    snapshot = target.snapshot()
+    for name in target.commits(snapshot):
+        record, plan = read_record(target, name), read_record(target, name, plan=True)
+        if record is None or plan is None:
+            continue
+        live = frozenset(target.live(snapshot, record))
+        if live or not record["parts"]:
+            parts = target.part_folder(name, recorded_arrow_schema(record)).location
+            found.append(Committed(record=record, plan=plan, folder=parts, live=live))
+        else:
+            notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
+    if not found and not notes:
+        raise TableError(f"{output}: has no commit of torchlake, or its records were deleted.")
+    return CommittedRows(found, notes)
+
+
+def open(output: str | Path) -> Any:
+    """Return the committed rows of an output as a `pyarrow.dataset.Dataset`, and no others.
+
+        tl.open("scored/").to_table(filter=pc.field("label") == "good")
+
+    `output` is a Parquet folder, local or in an object store, a Delta table or an Iceberg table's name. Raises
+    TableError or OutputError when nothing is committed there.
+    """
+    return sink_of(output).open_dataset(output_text(output))

@@ -1,0 +1,85 @@
+"""Replace rows of a table by key: each file that has some of them is written again without them.
+
+One commit adds the new files and the replacing rows, and removes the old files. Cost: the key column of every file, and
+one read and write of the files that have replaced rows; memory for the replaced keys.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from torchlake.atomic_io import fingerprint
+from torchlake.errors import OutputError
+from torchlake.outputs.parts import Part, PartFolder, delta_statistics
+from torchlake.storage.spread import Spread
+from torchlake.tables.formats.columnar import open_parquet
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveFile:
+    """A file of a table."""
+
+    path: str
+    "The name that the table uses."
+    file: str
+    "Its path or URL."
+    bytes: int
+    partition: tuple[tuple[str, str | None], ...] = ()
+
+
+def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> pa.ChunkedArray:
+    """Return the key column of parts."""
+    columns = []
+    for part in parts:
+        with open_parquet(f"{folder.location}/{part.name}") as parquet:
+            columns += parquet.read(columns=[key])[key].chunks
+    return pa.chunked_array(columns) if columns else pa.chunked_array([], pa.null())
+
+
+def without_keys(
+    files: Sequence[LiveFile], key: str, values: pa.Array, folder: PartFolder, spread: Spread
+) -> tuple[list[str], list[Part]]:
+    """Return the paths of the files that have rows with one of the values, and new files with the other rows."""
+    work = partial(_rewritten, key, values, folder)
+    removed, kept = [], []
+    results = spread(work, files, size=sum(one.bytes for one in files), name="replace rows")
+    for one, (has, part) in zip(files, results, strict=True):
+        removed += [one.path] if has else []
+        kept += [part] if part is not None else []
+    return removed, kept
+
+
+def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) -> tuple[bool, Part | None]:
+    """Return whether a file has such rows, and a file with its other rows if it has any."""
+    with open_parquet(one.file) as parquet:
+        if key not in parquet.schema_arrow.names:
+            raise OutputError(f"{one.file}: has no column {key!r}, the key of the rows to replace. Give another key.")
+        column = parquet.read(columns=[key])[key]
+        found = pc.is_in(column, value_set=values.cast(column.type))
+        if not pc.any(found).as_py():
+            return False, None
+        rows = parquet.read().filter(pc.invert(found))
+    if not rows.num_rows:
+        return True, None
+    sink = pa.BufferOutputStream()
+    pq.write_table(rows, sink, compression="zstd", write_page_checksum=True)
+    content = sink.getvalue().to_pybytes()
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"kept-{fingerprint([one.path, digest])[:16]}.parquet"
+    folder.store(name, content, rows.num_rows, site="kept")  # the name is a hash of the content
+    part = Part(
+        name=f"{folder.below}{name}",
+        chunk=-1,
+        rows=rows.num_rows,
+        failed=0,
+        sha256=digest,
+        bytes=len(content),
+        statistics=delta_statistics(rows) if folder.statistics else "",
+        partition=one.partition,
+    )
+    return True, part

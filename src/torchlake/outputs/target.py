@@ -1,0 +1,144 @@
+"""What a sink provides: a target to which the files of a job are committed, all at once and exactly once.
+
+A sink is a file in this package, with these functions:
+
+    recognizes(output, format)      whether a path, URL or name is an output of this kind; cheap, imports no library
+    open_target(output, options)    its `Target`; raises OutputError, UsageError or MissingExtra
+    open_dataset(output)            a pyarrow dataset of exactly the committed rows
+
+The engines' workers write the parts themselves, into a folder of the target that no reader lists. `_write.py` does the
+rest in the same way for every target: plan and lease first, then parts, then one commit. A commit has an id, made from
+the plan and the settings. A target commits an id only once, and only on top of its newest version.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from torchlake.amounts import size_in_bytes
+from torchlake.errors import UsageError
+from torchlake.outputs.parts import Part, PartFolder
+from torchlake.outputs.rewrite import LiveFile
+
+Mode = Literal["create", "append", "overwrite", "replace-where"]
+MODES: tuple[Mode, ...] = ("create", "append", "overwrite", "replace-where")
+FORMATS = ("parquet", "delta", "iceberg")
+STATE = "_torchlake"
+"The folder of a target with records, plans and the state of a job; readers of tables ignore the name."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkOptions:
+    """How rows are written to the output. No option changes a row."""
+
+    format: str | None = None
+    "None: the format of the existing table, else Parquet."
+    mode: Mode = "create"
+    partition_by: tuple[str, ...] = ()
+    add_columns: bool = False
+    "Whether columns that the table lacks are added to it."
+    target_file_size: int | None = None
+    "Bytes; the rows of several chunks are written to one file. None: a file for each chunk."
+
+
+def sink_options(given: Mapping[str, Any]) -> SinkOptions:
+    """Return the options among the arguments of a function. Raises UsageError for a value out of range."""
+    values = {name: value for name, value in given.items() if value is not None}
+    columns, size = values.get("partition_by", ()), values.get("target_file_size")
+    if isinstance(columns, str):
+        columns = columns.split(",")
+    if isinstance(size, str):
+        size = int(size_in_bytes(size, "target_file_size"))
+    options = SinkOptions(**{**values, "partition_by": tuple(columns), "target_file_size": size})
+    if size is not None and size < 1:
+        raise UsageError(f"target_file_size: expected 1 byte or more, got {size}.")
+    return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a commit does to a table."""
+
+    id: str
+    files: Sequence[Part]
+    schema: pa.Schema
+    "The schema of the rows, with partition columns."
+    mode: Mode
+    record: Mapping[str, Any]
+    "The commit record."
+    removed: Sequence[str] = ()
+    "Files of the table whose rows are replaced, as the table names them (replace-where)."
+    kept: Sequence[Part] = ()
+    "New files with the rows of the removed files that stay."
+    positions: Mapping[str, int] = field(default_factory=dict)
+    "How far each source was read, by name; positions only grow."
+    discarded: Sequence[str] = ()
+    "The ids of interrupted writes that this one replaces."
+
+
+class Snapshot(Protocol):
+    """A target at one version."""
+
+    version: str
+    "The version's name; empty before the first commit."
+
+
+class Target(Protocol):
+    """An output as it was when it was opened. Errors of its storage are StorageError."""
+
+    shown: str
+    "Its name in messages and records."
+    root: str
+    "The absolute path or URL of its folder; empty if only `prepare` finds it."
+    partition_by: tuple[str, ...]
+    reusable: bool
+    "Whether parts of an earlier commit are kept by a later one (a folder), or rows are only added (a table)."
+
+    def snapshot(self) -> Any:
+        """Return the newest version, read again at each call."""
+
+    def prepare(self, schema: pa.Schema) -> None:
+        """Create what must exist before the first part is written; `check` has passed."""
+
+    def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
+        """Return where the workers of this commit write their parts."""
+
+    def check(self, snapshot: Any, schema: pa.Schema, key: str | None) -> None:
+        """Raise OutputError or UsageError if rows of this schema cannot be written in the given mode."""
+
+    def has(self, snapshot: Any, commit: str) -> bool:
+        """Return whether this commit was made."""
+
+    def latest(self, snapshot: Any) -> str | None:
+        """Return the id of torchlake's last commit, if the target names it."""
+
+    def commits(self, snapshot: Any) -> list[str]:
+        """Return the ids of the commits that were made and whose records are kept."""
+
+    def is_whole(self, snapshot: Any, record: Mapping[str, Any]) -> bool:
+        """Return whether the rows of a recorded commit are all of the target's rows."""
+
+    def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str]:
+        """Return the names of the parts of a recorded commit that are rows of the target now."""
+
+    def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
+        """Return the files of a table. Raises OutputError if rows cannot be replaced in it."""
+
+    def position(self, snapshot: Any, name: str) -> int | None:
+        """Return how far a source was read; None if it never was."""
+
+    def commit(self, snapshot: Any, change: Change) -> None:
+        """Make the change on top of this version.
+
+        Raises Conflict if there is a newer version, CommitUnknown without a clear answer.
+        """
+
+
+class Conflict(Exception):
+    """Another writer has committed since the snapshot: read the target again."""
+
+
+class CommitUnknown(Exception):
+    """The storage gave no clear answer, so the commit may have been made: read the target again."""

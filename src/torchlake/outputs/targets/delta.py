@@ -1,0 +1,347 @@
+"""Delta tables: the parts are files of the table, and one entry of its log makes them visible.
+
+Parts are uploaded into a folder of the table that the log does not list. The commit adds them all in one transaction
+with an application id that the log keeps; Delta's own conflict check refuses a second transaction with the same id. A
+transaction is only made on top of the newest version, without retries inside the library: if the library retried an
+overwrite by itself, rows that another writer added meanwhile would stay in the table. Cost: one log entry.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
+from torchlake.outputs.grouping import partition_text
+from torchlake.outputs.parts import Part, PartFolder
+from torchlake.outputs.records import stored_commits
+from torchlake.outputs.rewrite import LiveFile
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.targets._schemas import check_fit, delta_schema
+from torchlake.storage.objects import RETRIES, RETRY_S, storage_failure
+from torchlake.storage.urls import EXTRAS, is_url, object_store_options
+from torchlake.tables.sources import delta as source
+from torchlake.tables.sources.files import local_path
+
+APP = "torchlake"
+KEPT_COMMITS = "torchlake.commit"
+"The field of a log entry that names the commit."
+HISTORY = 20
+"Number of log entries that are searched for torchlake's last commit; entries of maintenance may come after it."
+_REFUSED = {
+    "checkConstraints": "has constraints, which Delta writers have to check on every row",
+    "generatedColumns": "has generated columns",
+    "identityColumns": "has identity columns",
+    "columnMapping": "maps the names of its columns",
+    "icebergCompatV1": "must stay readable as an Iceberg table",
+    "icebergCompatV2": "must stay readable as an Iceberg table",
+    "rowTracking": "tracks its rows",
+    "clustering": "is clustered",
+}
+"Writer features that a new file would have to follow."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSnapshot:
+    """A table at one version; `table` is None if there is none yet."""
+
+    table: Any
+
+    @property
+    def version(self) -> str:
+        """The version's number; empty if there is no table, or it never had a row."""
+        return "" if self.table is None else str(self.table.version())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaTarget:
+    """A Delta table as an output."""
+
+    shown: str
+    root: str
+    options: SinkOptions
+    partition_by: tuple[str, ...]
+    reusable: bool = False
+
+    def snapshot(self) -> DeltaSnapshot:
+        """Return the newest version."""
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError, TableNotFoundError
+
+        try:
+            return DeltaSnapshot(table=DeltaTable(self.root, storage_options=self._storage))
+        except TableNotFoundError:
+            return DeltaSnapshot(table=None)
+        except (DeltaError, OSError, ValueError) as error:
+            raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
+
+    def prepare(self, schema: pa.Schema) -> None:
+        """Do nothing: a table is created at its first commit."""
+
+    def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
+        """Return a folder of this commit, in the table."""
+        return PartFolder(
+            location=f"{self.root.rstrip('/')}/{APP}-{commit[:16]}", schema=delta_schema(schema), statistics=True
+        )
+
+    def check(self, snapshot: DeltaSnapshot, schema: pa.Schema, key: str | None) -> None:
+        """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
+        schema = delta_schema(schema)
+        for name in self.partition_by:
+            if name not in schema.names:
+                raise UsageError(
+                    f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
+                    f"(columns: {', '.join(schema.names)})."
+                )
+            kind = schema.field(name).type
+            if pa.types.is_nested(kind) or pa.types.is_binary(kind):
+                raise UsageError(f"{self.shown}: cannot be partitioned by {name!r}, whose values are {kind}.")
+        if self.options.mode == "replace-where" and (key is None or key in self.partition_by):
+            raise UsageError(
+                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
+                "partition column."
+            )
+        table = snapshot.table
+        if table is None:
+            return
+        self._check_features(table)
+        if self.options.mode == "create" and table.file_uris():
+            raise OutputError(
+                f"{self.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
+                "them with mode overwrite, or give another output."
+            )
+        if self.options.partition_by and [*self.options.partition_by] != table.metadata().partition_columns:
+            raise UsageError(
+                f"{self.shown}: is partitioned by {table.metadata().partition_columns or 'nothing'}; leave "
+                "partition_by out."
+            )
+        if self.options.mode != "overwrite":
+            check_fit(self.shown, schema, pa.schema(table.schema().to_arrow()), add_columns=self.options.add_columns)
+
+    def has(self, snapshot: DeltaSnapshot, commit: str) -> bool:
+        """Return whether the log has the transaction of this commit."""
+        return snapshot.table is not None and snapshot.table.transaction_version(f"{APP}-{commit}") is not None
+
+    def latest(self, snapshot: DeltaSnapshot) -> str | None:
+        """Return the commit that the last entries of the log name."""
+        entries = [] if snapshot.table is None else snapshot.table.history(HISTORY)
+        return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
+
+    def commits(self, snapshot: DeltaSnapshot) -> list[str]:
+        """Return the commits whose records are kept."""
+        return [one for one in stored_commits(self.root) if self.has(snapshot, one)]
+
+    def is_whole(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> bool:
+        """Return whether the table's files are those of this commit."""
+        files = {f"{APP}-{record['commit'][:16]}/{part['name']}" for part in record["parts"]}
+        return snapshot.table is not None and files == set(_paths(snapshot.table))
+
+    def live(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> set[str]:
+        """Return the parts that the log still lists."""
+        folder = f"{APP}-{record['commit'][:16]}/"
+        paths = _paths(snapshot.table) if snapshot.table is not None else []
+        return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
+
+    def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
+        """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""
+        if snapshot.table is None or not snapshot.table.file_uris():
+            return []
+        if "deletionVectors" in (snapshot.table.protocol().reader_features or ()) and len(
+            pa.table(snapshot.table.deletion_vectors())
+        ):
+            raise OutputError(
+                f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
+                "first (REORG TABLE ... APPLY (PURGE))."
+            )
+        found = []
+        for action in pa.table(snapshot.table.get_add_actions()).to_pylist():
+            values = {name: partition_text(value) for name, value in (action.get("partition") or {}).items()}
+            path = unquote(action["path"])
+            file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
+            found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
+        return found
+
+    def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
+        """Return the position, which is stored as the version of a transaction with this name."""
+        if snapshot.table is None:
+            return None
+        found: int | None = snapshot.table.transaction_version(name)
+        return found
+
+    def commit(self, snapshot: DeltaSnapshot, change: Change) -> None:
+        """Make one transaction on top of this version."""
+        from deltalake import CommitProperties, DeltaTable, Transaction
+        from deltalake.exceptions import CommitFailedError, DeltaError
+
+        table, schema = snapshot.table, change.schema
+        try:
+            if table is None:
+                # Create an empty table first. If two writers created it together with their files, both would succeed:
+                # "ignore" makes the second one do nothing, without an error. The Conflict leads to the next attempt,
+                # which adds the files to whichever table exists.
+                DeltaTable.create(
+                    self.root,
+                    schema,
+                    mode="ignore",
+                    partition_by=[*self.partition_by] or None,
+                    storage_options=self._storage,
+                )
+                raise Conflict(f"{self.shown}: the table was created")
+            missing = [field for field in schema if field.name not in table.schema().to_arrow().names]
+            if missing and self.options.mode != "overwrite":
+                from deltalake import Schema
+
+                # This makes a separate version, because a transaction that appends does not change the schema. The
+                # table is then newer than the snapshot, so the next attempt adds the files.
+                table.alter.add_columns([*Schema.from_arrow(pa.schema(missing)).fields])
+                raise Conflict(f"{self.shown}: columns were added")
+            # Delta's conflict check refuses a transaction whose application id another one has used since the snapshot.
+            # The id of this commit guards against adding its rows twice, and a position against a second job that adds
+            # the same versions of a source.
+            apps = [Transaction(f"{APP}-{change.id}", 1), *(Transaction(*one) for one in change.positions.items())]
+            table.create_write_transaction(
+                [*(self._added(part, change.id) for part in (*change.files, *change.kept)), *_removed(change)],
+                "overwrite" if change.mode == "overwrite" else "append",
+                schema,
+                partition_by=[*self.partition_by] or None,
+                # No retries in the library: it would repeat the same removals and additions on a newer version without
+                # the checks of `_commit`, and rows that another writer added would survive an overwrite.
+                commit_properties=CommitProperties(
+                    custom_metadata={KEPT_COMMITS: change.id}, max_commit_retries=0, app_transactions=apps
+                ),
+            )
+        except CommitFailedError as error:
+            raise Conflict(str(error)) from error
+        except (DeltaError, OSError) as error:
+            # The entry of the log may have been written before the error. The next attempt looks for the transaction.
+            raise CommitUnknown(str(error)) from error
+
+    @property
+    def _storage(self) -> dict[str, str] | None:
+        options = object_store_options(self.root)
+        if options is None:
+            return None
+        # With conditional puts two writers cannot both create the same entry of the log on S3. Without them delta-rs
+        # needs a lock table in DynamoDB.
+        retries = {"max_retries": str(RETRIES), "retry_timeout": f"{RETRY_S:.0f}s"}
+        return {**options, **retries, "aws_conditional_put": "etag"}
+
+    def _added(self, part: Part, commit: str) -> Any:
+        from deltalake.transaction import AddAction
+
+        path, now = f"{APP}-{commit[:16]}/{part.name}", int(time.time() * 1000)
+        return AddAction(path, part.bytes, dict(part.partition), now, True, part.statistics)
+
+    def _check_features(self, table: Any) -> None:
+        features = {*(table.protocol().writer_features or ())}
+        configuration = table.metadata().configuration
+        used = {name for name in features & _REFUSED.keys() if name not in ("checkConstraints", "columnMapping")}
+        if any(name.startswith("delta.constraints.") for name in configuration):
+            used.add("checkConstraints")
+        if configuration.get("delta.columnMapping.mode", "none") != "none":
+            used.add("columnMapping")
+        if configuration.get("delta.appendOnly") == "true" and self.options.mode not in ("create", "append"):
+            raise OutputError(f"{self.shown}: is append-only (delta.appendOnly); use mode append.")
+        for name in sorted(used):
+            raise OutputError(
+                f"{self.shown}: {_REFUSED[name]} ({name}), which is not supported. Score into another table, and "
+                "insert its rows with an engine that supports it."
+            )
+
+
+def recognizes(output: str, format: str | None) -> bool:
+    """Return whether `output` is a folder with a `_delta_log`, or `format` asks for one."""
+    if format is not None or (is_url(output) and output.partition("://")[0] not in EXTRAS):
+        return format == "delta"
+    return source.recognizes(output)
+
+
+def open_target(output: str, options: SinkOptions) -> DeltaTarget:
+    """Return the table at a path or URL, which need not exist yet."""
+    try:
+        from deltalake import DeltaTable
+    except ImportError as error:
+        raise MissingExtra(
+            f"{output}: a Delta table needs the library 'deltalake', which is not installed: "
+            f"{pip_install('torchlake[delta]')}"
+        ) from error
+    text = local_path(os.fspath(output))
+    if source.VERSION.fullmatch(text) and source.recognizes(text):
+        raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
+    root = text.rstrip("/") if is_url(text) else os.path.realpath(os.path.expanduser(text))
+    if not is_url(root) and Path(root).exists() and not Path(root).is_dir():
+        raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
+    if not is_url(root) and Path(root).is_dir() and any(Path(root).iterdir()) and not source.recognizes(root):
+        _refuse_other_files(Path(root))
+    target = DeltaTarget(shown=root, root=root, options=options, partition_by=options.partition_by)
+    table = target.snapshot().table
+    if isinstance(table, DeltaTable):
+        return DeltaTarget(
+            shown=root, root=root, options=options, partition_by=tuple(table.metadata().partition_columns)
+        )
+    return target
+
+
+def open_dataset(output: str) -> Any:
+    """Return the table's current rows as a pyarrow dataset. Raises StorageError when it cannot be read."""
+    from deltalake.exceptions import DeltaError
+
+    target = open_target(output, SinkOptions(format="delta"))
+    table = target.snapshot().table
+    if table is None:
+        raise OutputError(f"{output}: there is no Delta table yet.")
+    try:
+        return _without_statistics(table)
+    except DeltaError as error:
+        raise OutputError(
+            f"{output}: cannot be opened as a pyarrow dataset: {str(error).splitlines()[0]}. Read it with DuckDB "
+            "(delta_scan) or Spark."
+        ) from error
+
+
+def _without_statistics(table: Any) -> Any:
+    """Return delta-rs' dataset without its filters by statistics, which take missing ones for null and lose rows."""
+    import pyarrow.dataset as ds
+
+    dataset = table.to_pyarrow_dataset()
+    actions = pa.table(table.get_add_actions()).to_pylist() if table.file_uris() else []
+    partitions = {unquote(one["path"]): one.get("partition") or {} for one in actions}
+    fragments = []
+    for one in dataset.get_fragments():
+        chosen = ds.scalar(True)
+        for name, value in partitions[unquote(one.path)].items():
+            same = ds.field(name).is_null() if value is None else ds.field(name) == value
+            chosen = chosen & same
+        fragments.append(one.format.make_fragment(one.path, one.filesystem, partition_expression=chosen))
+    if not fragments:
+        return dataset
+    return ds.FileSystemDataset(fragments, dataset.schema, fragments[0].format, fragments[0].filesystem)
+
+
+def _refuse_other_files(root: Path) -> None:
+    """Raise OutputError for a folder with files other than those of an interrupted first write."""
+    others = [one.name for one in root.iterdir() if not one.name.startswith(("_torchlake", f"{APP}-", "_delta_log"))]
+    if others:
+        raise OutputError(
+            f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
+            "output."
+        )
+
+
+def _removed(change: Change) -> Sequence[Any]:
+    from deltalake.transaction import RemoveAction
+
+    now = int(time.time() * 1000)
+    return [RemoveAction(path, True, now) for path in change.removed]
+
+
+def _paths(table: Any) -> Sequence[str]:
+    if not table.file_uris():
+        return []
+    paths: list[str] = pa.table(table.get_add_actions())["path"].to_pylist()
+    return paths

@@ -1,0 +1,238 @@
+"""Objects written with conditions: created only if missing, or replaced only if unchanged; obstore does the requests.
+
+Two answers of a store are ambiguous. If the answer to a successful request was lost, the client repeats the request and
+gets "exists already"; and a conflict (409) may mean that nothing was written. So after a refusal the object is read,
+and its content decides. Contents that must differ between writers contain a random token.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torchlake.errors import AccessError, MissingExtra, StorageError, pip_install
+from torchlake.failpoints import failpoint
+from torchlake.redaction import redacted
+from torchlake.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
+
+RETRIES, RETRY_S = 6, 60.0
+"Retries of a request that got no answer or an error of the store itself; then the job fails."
+ATTEMPTS = 5
+"Attempts at a conditional write that was refused although the object did not change."
+
+
+_MISSING = re.compile(r"NoSuchBucket|NO_SUCH_BUCKET")
+_CONFLICT = re.compile(r"status code: 409\b")
+"The number alone may be part of a name, a port or a duration."
+_PERMISSION = re.compile(
+    r"ACCESS_DENIED|AccessDenied|Forbidden|Unauthenticated|Unauthorized|[Cc]redential|169\.254\.169\.254"
+)
+"Words in errors about missing permission; the last one is the address where cloud machines get their role."
+_REGION = re.compile(r"\b301 Moved|HTTP status 301|PermanentRedirect|incorrectly configured region")
+_COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
+
+
+class Found(NamedTuple):
+    """An object's content and its version, for `replace`."""
+
+    content: bytes
+    version: Mapping[str, str]
+    modified: datetime
+    "Modification time by the store's clock."
+
+
+class ObjectFolder:
+    """A folder in an object store, by URL. Methods take names relative to it, and raise StorageError."""
+
+    def __init__(self, url: str) -> None:
+        self.location = url.rstrip("/")
+
+    def __reduce__(self) -> tuple[type["ObjectFolder"], tuple[str]]:
+        return ObjectFolder, (self.location,)
+
+    def write_new(self, name: str, content: bytes, *, site: str) -> bool:
+        """Create an object; return False if it exists with other content. Equal content counts as written."""
+        failpoint(f"{site}.write")
+        for _ in range(ATTEMPTS):
+            try:
+                self._call("put", name, content, mode="create")
+                break
+            except _Refused:
+                found = self.read(name)
+            # Equal content is this writer's: the first request succeeded, and the refusal answered its repetition. A
+            # missing object after a refusal is a 409, of a put that was in flight at the same moment: try again.
+            if found is not None:
+                if found.content != content:
+                    return False
+                break
+        else:
+            raise self._failure(name, "its store refused to create it, but it does not exist")
+        failpoint(f"{site}.done")
+        return True
+
+    def replace(self, name: str, content: bytes, version: Mapping[str, str], *, site: str) -> bool:
+        """Replace an object of this version; return False if it now has another version, or was removed."""
+        failpoint(f"{site}.write")
+        for _ in range(ATTEMPTS):
+            try:
+                self._call("put", name, content, mode=dict(version))
+                break
+            except _Refused:
+                found = self.read(name)
+            # As in `write_new`. The old version after a refusal is a 409 without effect: try again.
+            if found is None or found.content == content:
+                if found is None:
+                    return False
+                break
+            if found.version != version:
+                return False
+        else:
+            raise self._failure(name, "its store refused to replace it, but it did not change")
+        failpoint(f"{site}.done")
+        return True
+
+    def write(self, name: str, content: bytes, *, site: str) -> None:
+        """Create or replace an object."""
+        failpoint(f"{site}.write")
+        self._call("put", name, content)
+        failpoint(f"{site}.done")
+
+    def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
+        """Replace an object's damaged content, but keep what another writer has written since then."""
+        found = self.read(name)
+        if found is not None and found.content == damaged:
+            self.replace(name, content, found.version, site=site)
+
+    def read(self, name: str) -> Found | None:
+        """Return an object, or None if there is none."""
+        try:
+            got = self._call("get", name)
+            content = bytes(got.bytes())
+        except FileNotFoundError:
+            return None
+        return Found(content, _version(got.meta), got.meta["last_modified"])
+
+    def content(self, name: str) -> bytes | None:
+        """Return an object's bytes, or None if there is none."""
+        found = self.read(name)
+        return None if found is None else found.content
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the size in bytes of every object below a folder, by its name relative to this folder."""
+        prefix = "/".join(part for part in (_path(self.location), below.strip("/")) if part)
+        store = _store(self.location)
+        try:
+            listed = [one for batch in store.list(prefix or None) for one in batch]
+        except Exception as error:
+            raise self._failure(below, error) from error
+        top = f"{_path(self.location)}/".lstrip("/")
+        return {one["path"].removeprefix(top): int(one["size"]) for one in listed}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; ignore those that do not exist."""
+        wanted = [f"{_path(self.location)}/{name}".lstrip("/") for name in names]
+        for first in range(0, len(wanted), 1000):
+            self._delete(wanted[first : first + 1000])
+
+    def _delete(self, paths: list[str]) -> None:
+        store = _store(self.location)
+        try:
+            store.delete(paths)
+        except FileNotFoundError:  # some stores stop a request for several objects at one that is missing
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete([path])
+        except Exception as error:
+            raise self._failure("", error) from error
+
+    def _call(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
+        """Make a request for one object. Raises FileNotFoundError, _Refused (failed condition) or StorageError."""
+        store = _store(self.location)  # before obstore is imported, because this names the missing extra
+        from obstore import exceptions
+
+        path = f"{_path(self.location)}/{name}".lstrip("/")
+        try:
+            return getattr(store, method)(path, *arguments, **options)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise _Refused from error
+        except FileNotFoundError as error:
+            if method == "get":
+                raise
+            raise self._failure(name, error) from error
+        except Exception as error:
+            if options.get("mode") and _CONFLICT.search(str(error)):
+                raise _Refused from error
+            raise self._failure(name, error) from error
+
+    def _failure(self, name: str, why: Exception | str) -> StorageError:
+        return storage_failure(f"{self.location}/{name}".rstrip("/"), why)
+
+
+def storage_failure(url: str, why: Exception | str) -> StorageError:
+    """Return the error of an object store, with advice; `why` is the error of a library."""
+    text = _COLORS.sub("", str(why)).partition("Debug source:")[0] or type(why).__name__
+    plain, _, answer = text.partition("<?xml")
+    cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
+    code = _CODE.search(answer)
+    cause += f" {code[1]}" if code else ""
+    advice = access_advice(url, text)
+    if advice:
+        return AccessError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {advice}")) + " Finished work is kept.")
+    again = "Run the same command again once the store answers: finished work "
+    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {again}")) + "is kept.")
+
+
+def access_advice(url: str, text: str) -> str:
+    """Return advice for the error of a store that refuses access; empty for other errors and for local paths."""
+    if not is_url(url):
+        return ""
+    if _MISSING.search(text):
+        return "There is no such bucket: create it, or correct the URL."
+    if _PERMISSION.search(text):
+        return f"Credentials come from {credentials_of(url)}."
+    if _REGION.search(text):
+        return "The bucket is in another region: set AWS_DEFAULT_REGION to its region."
+    return ""
+
+
+class _Refused(Exception):
+    """The store answered that the object exists, or has another version."""
+
+
+def _version(meta: Mapping[str, Any]) -> dict[str, str]:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+def _path(url: str) -> str:
+    """Return the part of a URL after its bucket."""
+    return url.partition("://")[2].partition("/")[2].strip("/")
+
+
+def _store(url: str) -> Any:
+    protocol, _, rest = url.partition("://")
+    options: Sequence[tuple[str, str]] = sorted((object_store_options(url) or {}).items())
+    return _opened(protocol, rest.partition("/")[0], tuple(options))
+
+
+@lru_cache(maxsize=16)
+def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) -> Any:
+    """Return the obstore store of a bucket. Raises MissingExtra when obstore is not installed."""
+    url = f"{protocol}://{bucket}"
+    check_url(url, to_write=True)
+    try:
+        from obstore.store import AzureStore, from_url
+    except ImportError as error:
+        extra = EXTRAS.get(protocol, ("", "s3"))[1]
+        raise MissingExtra(
+            f"{protocol}:// outputs need the library 'obstore', which is not installed: "
+            f"{pip_install(f'torchlake[{extra}]')}"
+        ) from error
+    config: Any = dict(options)
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
+    client: Any = {"allow_http": True} if config.pop("aws_allow_http", "") else None
+    if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
+        # In fsspec's URLs the container comes first, and the environment has the account; from_url expects the account.
+        return AzureStore(bucket, retry_config=retry)
+    known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
+    return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)
