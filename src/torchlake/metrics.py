@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from torchlake.display import Shown, shown
+from torchlake.labels.predictions import THRESHOLD
 
 ECE_BINS = 15
-THRESHOLD = 0.5
 MAX_RANKED_CLASSES = 100
 "With more classes AUC is not computed, because it sorts the rows once per class."
 

@@ -15,8 +15,8 @@ FLOORS = {
     5: "__init__ __main__ cli",
     4: "evaluation exporting jobs launching optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
-    2: "checkpoints data models runs",
-    1: "config distributed loss metrics optim outputs processes storage "
+    2: "checkpoints data labels metrics models runs",
+    1: "config distributed loss optim outputs processes storage "
     "tables tables.formats tables.selection tables.sources tables.verification",
     0: "amounts atomic_io display errors failpoints logs plugins progress redaction",
 }
@@ -34,6 +34,7 @@ NEIGHBORS = {
     "scoring": {"jobs"},
     "training": {"preparation", "reporting"},
     "tuning": {"preparation", "training"},
+    "metrics": {"labels"},
     "models": {"checkpoints", "data"},
     "runs": {"checkpoints"},
     "config": {"tables.selection"},
@@ -53,6 +54,7 @@ NEIGHBORS = {
 GROUND = {
     "config",
     "engines",
+    "labels",
     "outputs",
     "processes",
     "storage",

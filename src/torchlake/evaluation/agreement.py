@@ -13,6 +13,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
+from torchlake.labels.predictions import THRESHOLD
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import EMBEDS
 
@@ -21,7 +22,6 @@ CLOSE = 1e-3
 SAME_NUMBER = 0.05
 "Predicted numbers agree when they differ by no more than this many standard deviations of the target."
 RESAMPLES, RESAMPLES_OF_OTHERS = 1000, 200
-THRESHOLD = 0.5
 MOST_OFF = 10.0
 "The lowest cosine may be this many times as far from 1 as the mean one."
 

@@ -33,7 +33,8 @@ from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
-from torchlake.tasks._inputs import NUMBER, Inputs, check_columns, read_inputs
+from torchlake.tasks._inputs import NUMBER, Inputs, check_columns
+from torchlake.tasks._null_rows import read_inputs
 
 log = logging.getLogger(__name__)
 

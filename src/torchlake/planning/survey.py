@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchlake import plugins
 from torchlake.config.job import Job
@@ -26,6 +25,7 @@ from torchlake.data.bins import pack_whole
 from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
+from torchlake.labels.values import is_missing
 from torchlake.models.config import image_tokens
 from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
@@ -37,7 +37,7 @@ from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
-from torchlake.tasks._inputs import read_inputs
+from torchlake.tasks._null_rows import read_inputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +96,7 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     spec = task.complete(spec, base)
     processor = task.load_processor(base, spec, scoring=False)
     made = make_examples(task, processor, pool, {}, replace(spec, label=None), bad_rows="drop")
-    labeled = np.ones(len(pool), bool) if spec.label is None else np.asarray(_labeled(pool[spec.label]))
+    labeled = np.ones(len(pool), bool) if spec.label is None else _labeled(pool[spec.label])
     features = made.features.take(np.flatnonzero(labeled[made.rows]))
     if not len(features):
         raise _no_usable_row(table.source, len(pool), drafted)
@@ -118,7 +118,7 @@ def _has_usable_row(pool: pa.Table, task: Any, spec: TaskSpec) -> bool:
     """Return whether any row has all inputs and a label."""
     assert spec.label is not None, "the task has labels"
     _, errors = read_inputs(pool, task.inputs, spec, {})
-    usable = np.asarray(_labeled(pool[spec.label]))
+    usable = _labeled(pool[spec.label])
     usable[list(errors)] = False
     return bool(usable.any())
 
@@ -337,8 +337,5 @@ def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bo
     return found
 
 
-def _labeled(labels: pa.ChunkedArray) -> pa.Array:
-    array = labels.combine_chunks()
-    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is not a label
-    return pc.is_valid(array)
+def _labeled(labels: pa.ChunkedArray) -> np.ndarray:
+    return ~np.asarray(is_missing(labels.combine_chunks()))

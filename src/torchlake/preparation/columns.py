@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import LabelColumn
 from torchlake.errors import DataError, UsageError
-from torchlake.preparation.labels import check_classes
-from torchlake.tables.arrays import is_blank, string_column
+from torchlake.labels.column import check_classes
+from torchlake.tables.arrays import is_blank, is_text, string_column
 from torchlake.tables.chunks import sample_rows
 from torchlake.tables.table import Table, missing_column
 
@@ -200,8 +200,7 @@ def _named(table: Table, columns: Sequence[Column], name: str) -> Column | None:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
 
 def _is_plain(kind: pa.DataType) -> bool:

@@ -21,8 +21,8 @@ from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import TableError, UsageError
+from torchlake.labels.column import label_warnings, read_labels
 from torchlake.preparation.columns import Column, choose_label, choose_texts, describe_label, survey_columns
-from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._find import pinned

@@ -26,6 +26,7 @@ from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
+from torchlake.labels.values import is_missing
 from torchlake.models import folders, load
 from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
@@ -41,7 +42,8 @@ from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
-from torchlake.tasks._inputs import PROMPT, check_columns, read_inputs, rows_of
+from torchlake.tasks._inputs import PROMPT, check_columns
+from torchlake.tasks._null_rows import read_inputs, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -327,9 +329,6 @@ def make_examples(
 def _plain_labels(column: pa.ChunkedArray, errors: dict[int, str]) -> pa.Array:
     """Return the labels as one array; rows without one are `null_label` in `errors`, unless they have another error."""
     labels = column.combine_chunks()
-    missing = pc.is_null(labels)
-    if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
-        missing = pc.or_(missing, pc.equal(pc.fill_null(labels, ""), ""))  # an empty cell of a CSV file
-    for row in pc.indices_nonzero(missing).to_pylist():
+    for row in pc.indices_nonzero(is_missing(labels)).to_pylist():
         errors.setdefault(row, "null_label")
     return labels

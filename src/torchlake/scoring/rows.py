@@ -1,7 +1,7 @@
 """A worker's settings, and rows made ready for the model: checked, tokenized, or a named error.
 
 A row never affects another one: unreadable and empty texts, unknown tokens and prompts without room for an answer
-become errors of that row only, and never reach the model.
+become errors of that row only, and never reach the model (null texts: `tasks/_null_rows.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,8 @@ from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
-from torchlake.tasks._inputs import NULL_INPUT, check_column, read_inputs, rows_of
+from torchlake.tasks._inputs import check_column
+from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."

@@ -41,6 +41,12 @@ def string_column(column: pa.ChunkedArray) -> pa.Array:
     return array if as_it_is else pc.cast(array, pa.large_string())
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is one of Arrow's three types of strings."""
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
 def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
     """Return the column with null in these rows."""
     if not rows:

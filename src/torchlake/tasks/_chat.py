@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import TorchlakeError
+from torchlake.tables.arrays import is_text
 from torchlake.tasks._rendering import RenderLimitExceeded, render
 
 MAX_CONSECUTIVE_LIMITS = 5
@@ -27,8 +28,7 @@ def is_chat(kind: pa.DataType) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    texts = (pa.string(), pa.large_string(), pa.string_view())
-    return all(fields.get(name) in texts for name in ("role", "content"))
+    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
 
 
 def render_chats(tokenizer: Any, column: pa.Array, *, add_generation_prompt: bool) -> tuple[pa.Array, dict[int, str]]:

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlake.tasks._inputs import PAIR
+
 if TYPE_CHECKING:
     import torch
 
+FURTHER = {PAIR: ("pair_ids", "pair_mask"), "negative": ("negative_ids", "negative_mask")}
+"The inputs of a training row besides its first text, and the arguments of `Embedder` that they become."
 SCALE = 20.0
 "The factor of cosines before the softmax: a temperature of 0.05."
 CUTOFFS = (1, 10)

@@ -13,10 +13,8 @@ from torch import nn
 
 from torchlake.config.embedding import Dense, Embedding, read_embedding
 from torchlake.errors import DataError
+from torchlake.tasks._contrastive import FURTHER
 from torchlake.tasks._pretrained import load_encoder
-
-FURTHER = (("pair_ids", "pair_mask"), ("negative_ids", "negative_mask"))
-"The arguments of a row's second and third text."
 
 
 class Embedder(nn.Module):
@@ -38,7 +36,7 @@ class Embedder(nn.Module):
         `others` may have further texts of the rows, such as `pair_ids` and `pair_mask`.
         """
         texts = [(input_ids, attention_mask)]
-        for ids, mask in FURTHER:
+        for ids, mask in FURTHER.values():
             if ids in others:
                 texts.append((others.pop(ids), others.pop(mask)))
         vectors = [self.embed(*text, **others) for text in texts]

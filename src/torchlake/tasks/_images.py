@@ -22,6 +22,8 @@ from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
 from torchlake.redaction import redacted
 from torchlake.storage.access import read_range
 from torchlake.storage.urls import check_url, is_url
+from torchlake.tables.arrays import is_text
+from torchlake.tasks._null_rows import NULL_INPUT
 
 MAX_FILE_BYTES = 256 << 20
 MAX_PIXELS = 89_478_485
@@ -52,7 +54,7 @@ def files_of(images: pa.Array) -> tuple[Ragged, np.ndarray, dict[int, str]]:
         content, path = content.cast(pa.large_binary()), path.cast(pa.large_string()).cast(pa.large_binary())
         by_path = np.asarray(content.is_null())
         found = pa.compute.if_else(content.is_null(), path, content)
-    elif types.is_string(kind) or types.is_large_string(kind):
+    elif is_text(kind):
         found, by_path = images.cast(pa.large_string()).cast(pa.large_binary()), np.ones(len(images), dtype=bool)
     elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
         found, by_path = images.cast(pa.large_binary()), np.zeros(len(images), dtype=bool)
@@ -61,7 +63,7 @@ def files_of(images: pa.Array) -> tuple[Ragged, np.ndarray, dict[int, str]]:
             f"the column of images holds {kind}; it must hold paths or URLs (strings), contents of image files "
             "(binary), or structs with `bytes` and `path` as Hugging Face stores images"
         )
-    errors = dict.fromkeys(np.flatnonzero(np.asarray(found.is_null())).tolist(), "null_input")
+    errors = dict.fromkeys(np.flatnonzero(np.asarray(found.is_null())).tolist(), NULL_INPUT)
     files = from_arrow(found.fill_null(b""))
     assert isinstance(files, Ragged), "of any length"
     for row in np.flatnonzero(files.lengths == 0).tolist():

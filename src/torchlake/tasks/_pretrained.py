@@ -177,6 +177,12 @@ def own_model(task: Any, base: str | Path | None, spec: TaskSpec, *, empty: bool
         return _built(task, folder, spec, weights=not empty)
 
 
+def refuse_placement(task: Any, placement: Any) -> None:
+    """Raise TaskError if a task's own module should be split over several devices."""
+    if placement:
+        raise TaskError(f"the task {task.name!r}: its module cannot be split over several devices")
+
+
 def load_own(
     task: Any,
     folder: Path,
@@ -191,8 +197,7 @@ def load_own(
     """
     from torchlake.checkpoints.format import untied
 
-    if placement:
-        raise TaskError(f"the task {task.name!r}: its own module cannot be split over several devices")
+    refuse_placement(task, placement)
     module = _built(task, folder, spec, weights=False)
     tensors = load_weights(folder)
     expected = untied(module.state_dict())

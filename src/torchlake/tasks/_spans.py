@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.errors import DataError, MissingExtra, pip_install
+from torchlake.tables.arrays import is_text
 
 OUTSIDE = "O"
 BEGINS, ENDS = "BSU", "ESLU"
@@ -71,9 +72,7 @@ def check_labels(kind: pa.DataType) -> None:
     """Raise DataError for a column that holds neither spans nor tags."""
     if is_spans(kind) and {"start", "end", "label"} <= {field.name for field in kind.value_type}:
         return
-    if is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_string(kind.value_type)):
-        return
-    if is_list(kind) and pa.types.is_large_string(kind.value_type):
+    if is_list(kind) and (pa.types.is_integer(kind.value_type) or is_text(kind.value_type)):
         return
     raise DataError(
         f"the label column holds {kind}; it must hold a list for each row: of tags of its words (strings, or numbers "

@@ -22,8 +22,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, offsets_of, pad
 from torchlake.data.features import INPUT_IDS, Array, Features, from_arrow
 from torchlake.errors import DataError
-from torchlake.models import load
-from torchlake.tasks import TOKEN_TYPES, Task
+from torchlake.tasks import TOKEN_TYPES, BaseTask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,15 +35,10 @@ SOURCE = "source"
 "An array of the features: each row's text or list of words, as JSON."
 
 
-class WindowedTask(Task):
+class WindowedTask(BaseTask):
     """A task that marks parts of texts of any length, by the tokens of their windows."""
 
     kept_back = PLACES
-
-    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer of transformers, which knows the characters of each token."""
-        assert folder is not None, "it needs a base"
-        return load.load_tokenizer(folder)
 
     def target_type(self, spec: TaskSpec) -> pa.DataType:
         """Return the type of targets: one number for each token."""
@@ -88,10 +82,6 @@ class WindowedTask(Task):
         model = super().load_model(folder, spec, **options)
         attach(model, spec.max_length)
         return model
-
-    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the result of `reduce_outputs` unchanged."""
-        return outputs
 
 
 def ragged(arrays: Mapping[str, Array], name: str) -> Ragged:

@@ -23,19 +23,19 @@ from torchlake.config.embedding import Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features, to_arrow
-from torchlake.errors import ConfigError, DataError, TaskError, UsageError
+from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
 from torchlake.models import load, write
 from torchlake.tasks import PAIR, TEXT, ColumnOptions, Inputs, Task, _contrastive, _tokens, load_encoder
+from torchlake.tasks._contrastive import FURTHER
 from torchlake.tasks._inputs import columns_of
+from torchlake.tasks._pretrained import refuse_placement
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-FURTHER = {PAIR: ("pair_ids", "pair_mask"), "negative": ("negative_ids", "negative_mask")}
-"The inputs of a training row besides its first text, and the arguments of `Embedder` that they become."
 FORMS = {"float32": pa.list_(pa.float32()), "int8": pa.list_(pa.int8()), "binary": pa.binary()}
 "The types of vectors by `embedding`; binary: the signs, 8 in a byte."
 SEARCH_METRICS = ("recall_at_1", "recall_at_10", "mrr_at_10")
@@ -178,8 +178,7 @@ class FeatureExtraction(Task):
         """Return the encoder with pooling in evaluation mode."""
         from torchlake.tasks._embedder import load_embedder
 
-        if options.get("placement"):
-            raise TaskError(f"the task {self.name!r}: its module cannot be split over several devices")
+        refuse_placement(self, options.get("placement"))
         load.check_folder(folder)
         if (folder / atomic_io.MANIFEST).exists():
             atomic_io.check_manifest(folder)

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.batching import Ragged, offsets_of
-from torchlake.data.features import INPUT_IDS, Array, Features
+from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.errors import DataError
+from torchlake.labels.values import to_plain_array
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import load
 from torchlake.models.config import decoder_start
-from torchlake.tasks import NO_TARGET, TEXT, ColumnOptions, Inputs, Task
-from torchlake.tasks._label_values import to_plain_array
+from torchlake.tasks import NO_TARGET, TEXT, BaseTask, ColumnOptions, Inputs, _pretrained, _tokens
 from torchlake.tasks.text_generation import ANSWERS, written_columns
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DECODER_IDS = "decoder_input_ids"
 
 
-class Text2textGeneration(Task):
+class Text2textGeneration(BaseTask):
     """An encoder-decoder of transformers."""
 
     inputs = {"text": TEXT}
@@ -99,10 +99,8 @@ class Text2textGeneration(Task):
 
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
         """Return the tokens of the texts; there is no target yet."""
-        texts = inputs["text"]
-        if prefix := spec.options["prefix"]:
-            texts = pa.array([prefix + text for text in texts.to_pylist()], pa.string())
-        made = super().features({"text": texts}, processor, spec)
+        texts = [spec.options["prefix"] + text for text in inputs["text"].to_pylist()]
+        made = text_features(_tokens.tokenize(processor, texts, spec.max_length))
         nothing = Ragged(np.zeros(0, np.int32), np.zeros(len(made) + 1, np.int64))
         return replace(made, arrays={**made.arrays, DECODER_IDS: nothing})
 
@@ -135,8 +133,6 @@ class Text2textGeneration(Task):
 
     def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, with its head."""
-        from torchlake.tasks import _pretrained
-
         assert base is not None, "it needs a base"
         return _pretrained.language_model(base, self.auto_class, empty=empty)
 
@@ -160,10 +156,6 @@ class Text2textGeneration(Task):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     # Outputs to texts.
-
-    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the written tokens."""
-        return outputs
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
         """Return the columns of text generation."""

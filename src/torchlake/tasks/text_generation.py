@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +22,11 @@ import pyarrow as pa
 from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models import load
 from torchlake.models.generation import END, NOTHING, decoded, stop_place
 from torchlake.tables.arrays import is_blank, nulls_as_empty
-from torchlake.tasks import NO_TARGET, PROMPT, ColumnOptions, Inputs, Task
+from torchlake.tasks import NO_TARGET, PROMPT, BaseTask, ColumnOptions, Inputs
 from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize_chats
+from torchlake.tasks._null_rows import NULL_INPUT
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +105,7 @@ def written_columns(answers: np.ndarray, tokenizer: Any, stop: Sequence[str]) ->
     return pa.table([texts, counts, reasons], schema=ANSWERS)
 
 
-class TextGeneration(Task):
+class TextGeneration(BaseTask):
     """A causal language model, which learns its texts and writes their continuations."""
 
     inputs = {"text": PROMPT}
@@ -127,11 +126,6 @@ class TextGeneration(Task):
     render_chats = staticmethod(render_chats)
     marks_answers = staticmethod(marks_answers)
 
-    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer of transformers, which decodes and renders templates."""
-        assert folder is not None, "it needs a base"
-        return load.load_tokenizer(folder)
-
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec, *, chat: bool = False) -> Features:
         """Return the tokens of prompts; `chat`: they are rendered conversations."""
         return text_features(tokenize(processor, inputs["text"].to_pylist(), chat=chat))
@@ -143,14 +137,14 @@ class TextGeneration(Task):
         texts, chat, errors = inputs["text"], False, dict[int, str]()
         if spec.problem == "next_answer_token" and is_chat(texts.type):
             rows, errors = tokenize_chats(processor, texts)
-            errors |= {row: "null_input" for row, ids in enumerate(rows) if ids is None and row not in errors}
+            errors |= {row: NULL_INPUT for row, ids in enumerate(rows) if ids is None and row not in errors}
             made = conversations(processor, (ids or [] for ids in rows), spec)
         else:
             if is_chat(texts.type):
                 texts, errors = render_chats(processor, texts, add_generation_prompt=False)
                 chat = True
             blank = np.flatnonzero(np.asarray(is_blank(texts)))
-            errors |= {row: "null_input" for row in blank.tolist() if row not in errors}
+            errors |= {row: NULL_INPUT for row in blank.tolist() if row not in errors}
             made = documents(processor, nulls_as_empty(texts).to_pylist(), chat=chat)
         return replace(text_features(made), errors=errors), None
 
@@ -200,10 +194,6 @@ class TextGeneration(Task):
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
         """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"."""
         return ANSWERS
-
-    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the generated tokens."""
-        return outputs
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()

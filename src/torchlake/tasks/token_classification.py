@@ -20,6 +20,7 @@ from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.tables.arrays import from_strings
 from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, _spans, _windows
 from torchlake.tasks._inputs import columns_of
+from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._spans import METRICS, OUTSIDE
 from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
 
@@ -133,7 +134,7 @@ class TokenClassification(WindowedTask):
             arrays={INPUT_IDS: made.ragged(made.ids), **places, SOURCE: stored_texts(rows)},
             lengths=made.lengths,
             cut=np.zeros(len(rows), dtype=np.int64),
-            errors=dict.fromkeys(blank, "null_input"),
+            errors=dict.fromkeys(blank, NULL_INPUT),
         )
 
     def examples(

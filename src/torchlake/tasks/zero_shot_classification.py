@@ -16,10 +16,12 @@ import pyarrow as pa
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, offsets_of, pad, ranges
 from torchlake.data.features import INPUT_IDS, Array, Features
-from torchlake.errors import DataError, TaskError
+from torchlake.errors import DataError
+from torchlake.labels import predictions
 from torchlake.models import load
 from torchlake.models.config import read_head
-from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, Task, _classes, _tokens
+from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, Task, _tokens
+from torchlake.tasks._pretrained import refuse_placement
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,8 +99,7 @@ class ZeroShotClassification(Task):
 
         Raises DataError if it has no class named entailment.
         """
-        if options.get("placement"):
-            raise TaskError(f"the task {self.name!r}: its module cannot be split over several devices")
+        refuse_placement(self, options.get("placement"))
         from torchlake.tasks._entailment import Entailment
 
         names = {index: str(name).lower() for index, name in read_head(folder).names.items()}
@@ -121,17 +122,17 @@ class ZeroShotClassification(Task):
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
         """Return the columns of text classification; with `multi_label` a list of classes."""
-        return _classes.output_schema(_of_classes(spec), options.all_probabilities)
+        return predictions.output_schema(_of_classes(spec), options.all_probabilities)
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
         """Return the columns of text classification."""
-        return _classes.output_columns(answers, _of_classes(spec), options.all_probabilities)
+        return predictions.output_columns(answers, _of_classes(spec), options.all_probabilities)
 
     def probability_names(self, spec: TaskSpec) -> list[str]:
         """Return the columns of the classes' probabilities."""
-        return _classes.probability_names(_of_classes(spec))
+        return predictions.probability_names(_of_classes(spec))
 
 
 def _of_classes(spec: TaskSpec) -> TaskSpec:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
+from torchlake.tables.arrays import is_text
 
 LISTS = "lists of strings"
 
@@ -57,16 +58,20 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind = array.type
-    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
-        array = array.cast(pa.string())
     if pa.types.is_float16(kind):  # Arrow has no value_counts for float16
         return array.cast(pa.float32())
-    if pa.types.is_string(array.type):
-        # An empty cell of a CSV file is a missing label.
-        return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
+    if is_text(kind):
+        array = array.cast(pa.string())
+        return pc.if_else(is_missing(array), pa.scalar(None, pa.string()), array)
     if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
         return array.cast(pa.list_(kind.value_type))
     return array
+
+
+def is_missing(labels: pa.Array) -> pa.BooleanArray:
+    """Return (N,) bool: which labels are null, or the empty string, as an empty cell of a CSV file is read."""
+    missing = pc.is_null(labels)
+    return pc.or_(missing, pc.equal(pc.fill_null(labels, ""), "")) if is_text(labels.type) else missing
 
 
 def kind_of(kind: pa.DataType) -> str:
@@ -80,7 +85,7 @@ def kind_of(kind: pa.DataType) -> str:
         return "floats"
     if types.is_string(kind):
         return "strings"
-    if types.is_list(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+    if types.is_list(kind) and is_text(kind.value_type):
         return LISTS
     raise DataError(
         f"the label column holds {kind}; a label is a string, an integer or a boolean (one class per row), "

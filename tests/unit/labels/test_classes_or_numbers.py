@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import tiny
 from torchlake.errors import DataError
+from torchlake.labels.classes_or_numbers import NUMBER
 from torchlake.tasks import ColumnOptions
-from torchlake.tasks._label_column import NUMBER
 from torchlake.tasks.text_classification import task
 
 

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
+from torchlake.labels.values import LISTS, as_numbers, kind_of, to_plain_array
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_array
 
 
 def target_type(spec: TaskSpec) -> pa.DataType:

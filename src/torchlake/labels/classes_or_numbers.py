@@ -1,4 +1,4 @@
-"""Infer the classification or regression problem from a column of labels.
+"""Decide whether a label column holds classes or a number.
 
     strings, integers, booleans   single label; the classes, sorted, keep their type in the output
     lists of strings              multi label; any number of classes per row, including none
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import LabelColumn, Problem
 from torchlake.errors import DataError
-from torchlake.tasks._label_values import LISTS, Moments, as_numbers, kind_of, to_plain_array
+from torchlake.labels.values import LISTS, Moments, as_numbers, kind_of, to_plain_array
 
 MAX_INTEGER_CLASSES = 1_000
 MAX_CLASSES = 10_000
@@ -52,17 +52,12 @@ class LabelCounts:
     "The first value that is not a number."
 
 
-def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelColumn:
-    """Read a label column in pieces; `problem` None: infer it. Nulls are skipped.
-
-    `drop_bad` also skips values that are not finite numbers; else they raise DataError. So do fewer than two
-    classes, too many classes, and types that are not labels or do not fit `problem`.
-    """
-    return decide_labels([count_labels(arrays, problem, drop_bad=drop_bad)], problem)
-
-
 def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelCounts:
-    """Count a part of a label column. Raises DataError like `find_labels`, as far as this part shows."""
+    """Count a part of a label column; `problem` None: it will be inferred. Nulls are skipped.
+
+    `drop_bad` also skips values that are not finite numbers; else they raise DataError. So do too many classes, and
+    types that are not labels or do not fit `problem`.
+    """
     seen = LabelCounts()
     for array in arrays:
         array = to_plain_array(array).drop_null()
@@ -83,8 +78,10 @@ def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, 
 
 
 def decide_labels(parts: Iterable[LabelCounts], problem: Problem | None = None) -> LabelColumn:
-    """Combine the parts, counted with this `problem`, into the label column. Raises the DataErrors of
-    `find_labels`."""
+    """Combine the parts, counted with this `problem`, into the label column.
+
+    Raises DataError for what the parts show together, and for fewer than two classes.
+    """
     seen = LabelCounts()
     for part in parts:
         _merge(seen, part)

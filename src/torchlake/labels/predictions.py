@@ -1,60 +1,14 @@
-"""Rows with a label: one class, several classes or a number. The loss, the metrics and the prediction columns.
-
-The label column decides which of them, once, when a job starts (`_label_column.py`).
-"""
-
-from typing import TYPE_CHECKING
+"""Predictions of classes or a number: probabilities from logits, and the columns of the scored table."""
 
 import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.loss import UNWEIGHTED, Objective, focal_loss
-from torchlake.metrics import validation_metrics
+from torchlake.labels.encoding import label_array, label_type
 from torchlake.tables.arrays import from_numpy
-from torchlake.tasks._labels import label_array, label_type
 
-if TYPE_CHECKING:
-    import torch
-
-DEFAULT_METRIC = {"single_label": "macro_f1", "multi_label": "micro_f1", "regression": "rmse"}
 THRESHOLD = 0.5
-
-
-def loss_sum(
-    logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec, objective: Objective = UNWEIGHTED
-) -> "torch.Tensor":
-    """Return the summed loss in fp32: (binary) cross entropy, or the squared error in the target's standard deviations.
-
-    `logits` (B, C); `targets` (B,) int64, (B, C) float32, or (B,) float32. Class weights multiply the loss of a row of
-    that class or, for multi label, of a positive class.
-    """
-    from torch.nn import functional
-
-    logits = logits.float()
-    weights = None if objective.class_weights is None else logits.new_tensor(objective.class_weights)
-    if objective.focal_gamma:
-        return focal_loss(logits, targets if spec.problem == "single_label" else targets.float(), objective)
-    if spec.problem == "single_label":
-        return functional.cross_entropy(
-            logits, targets, weights, label_smoothing=objective.label_smoothing, reduction="sum"
-        )
-    targets = targets.float()
-    if spec.problem == "multi_label":
-        return functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="sum")
-    if spec.mean is not None and spec.deviation is not None:
-        targets = (targets - spec.mean) / spec.deviation
-    return functional.mse_loss(logits.squeeze(-1), targets, reduction="sum")
-
-
-def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
-    """Return the divisor of the summed loss for targets (B,) or (B, C).
-
-    As in PyTorch: the rows, or the sum of their class weights; rows times classes for multi label.
-    """
-    if spec.problem == "single_label" and objective.class_weights is not None:
-        return float(np.asarray(objective.class_weights)[targets].sum())
-    return targets.size
+"Of several labels (multi_label), those with at least this probability are predicted; metrics count the same ones."
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
@@ -115,14 +69,3 @@ def probability_names(spec: TaskSpec) -> list[str]:
             name = f"{own}_{number}"
         names[name.casefold()] = name
     return list(names.values())
-
-
-def metric_names(spec: TaskSpec) -> list[str]:
-    """Return the names of the validation metrics, found by computing them on two rows."""
-    classes = max(1, len(spec.labels))
-    targets = {
-        "single_label": np.array([0, 1]),
-        "multi_label": np.eye(2, classes, dtype=np.float32),
-        "regression": np.array([0.0, 1.0], dtype=np.float32),
-    }
-    return list(validation_metrics(np.eye(2, classes, dtype=np.float32), targets[spec.problem], spec.problem))
