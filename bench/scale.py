@@ -212,7 +212,7 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
 
     from torchlake.outputs.commit import write_transaction
     from torchlake.outputs.parts import part_name
-    from torchlake.tables.reading import row_ids
+    from torchlake.tables.keys import row_ids
     from torchlake.tables.verification.verify import verify
 
     source, out = one_file(rows), HOME / "verified"

@@ -28,7 +28,8 @@ from torchlake.outputs.parts import part_name
 from torchlake.outputs.staging.folders import staging_of
 from torchlake.storage import lease
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.keys import row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify

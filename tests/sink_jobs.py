@@ -31,7 +31,8 @@ from torchlake.outputs.targets import delta
 from torchlake.outputs.write import WriteRequest
 from torchlake.storage import lease, objects
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.keys import row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
 

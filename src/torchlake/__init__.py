@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
     from torchlake.training.folds import Folds
-    from torchlake.training.train import Run, train
+    from torchlake.training.run import Run
+    from torchlake.training.train import train
     from torchlake.tuning.study import Trial
     from torchlake.tuning.tune import Tuning, tune
 
@@ -96,7 +97,7 @@ _MODULES = {
     "Optimized": "optimization.optimize",
     "Plan": "planning.plan",
     "Ray": "engines.ray",
-    "Run": "training.train",
+    "Run": "training.run",
     "Scored": "scoring.predict",
     "Spark": "engines.spark",
     "Task": "tasks",

@@ -24,8 +24,9 @@ from sweeps import sweep
 from torchlake import plugins
 from torchlake.errors import DataError, FingerprintError, TableError
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned, source_of
 from torchlake.tables.sources._options import ReadOptions

@@ -1,7 +1,8 @@
 """Chunks inside Spark's tasks: a child process is kept from task to task, with the task's GPUs.
 
 Spark reuses its Python workers, so each loads the model once. The child exits after `IDLE_S` seconds without a chunk,
-and with the Python worker when Spark kills the task.
+and with the Python worker when Spark kills the task. The task's progress is in the worker's attempt log, which the
+driver reads (`jobs/worker/task_progress.py`).
 """
 
 import os

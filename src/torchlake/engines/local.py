@@ -16,14 +16,12 @@ from torchlake.processes.children import Children
 from torchlake.processes.chunk_process import run_chunks_locally
 from torchlake.processes.environment import (
     MASTER_FD,
-    assign_gpus,
     interface_of,
     local_environment,
     rank_variables,
     reserve_port,
-    visible_devices,
 )
-from torchlake.processes.hardware import cores, gpus, max_processes
+from torchlake.processes.hardware import assign_gpus, cores, gpus, max_processes, visible_devices
 from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
 

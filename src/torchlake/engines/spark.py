@@ -24,8 +24,7 @@ from torchlake.engines._spark_session import Session
 from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.processes.environment import assign_gpus, visible_devices
-from torchlake.processes.hardware import cores, gpus, max_processes
+from torchlake.processes.hardware import assign_gpus, cores, gpus, max_processes, visible_devices
 from torchlake.processes.remote import Driver
 from torchlake.processes.serialization import pack
 

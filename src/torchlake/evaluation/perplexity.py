@@ -44,7 +44,8 @@ from torchlake.tables.sources._options import ReadOptions
 RESAMPLES = 1000
 BLOCKS_AT_ONCE = 64
 "Blocks per work item of an engine."
-BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+BLOCK_TOKENS = {"cpu": 1024, "cuda": 8192}
+"Tokens of a batch: fewer than in `scoring`, because each has a logit for every word of the vocabulary."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
         for numbers in ranges:
             every, found = np.array(numbers), np.zeros(len(numbers))
             lengths = blocks.lengths_of(every)
-            for batch in length_batches(lengths, batch_tokens=BATCH_TOKENS[where], max_rows=BLOCKS_AT_ONCE):
+            for batch in length_batches(lengths, batch_tokens=BLOCK_TOKENS[where], max_rows=BLOCKS_AT_ONCE):
                 found[batch] = losses(every[batch])
             yield numbers, found.tolist()
 

@@ -20,8 +20,8 @@ from torchlake.display import Shown, count
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.jobs.options import OutputOptions
-from torchlake.jobs.worker.in_flight import InFlight
 from torchlake.jobs.worker.read_ahead import Workspace
+from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.find import Output, Write
 from torchlake.outputs.parts import Part, part_name, stored_schema
@@ -216,7 +216,7 @@ def _run(job: Job, out: Write, chunks: Generator[R, None, None]) -> list[R]:
     rate, total = job.options.max_error_rate, out.plan.rows
     rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
-    before, ahead = rows, InFlight(out.staging / "journal").rows
+    before, ahead = rows, TaskProgress(out.staging / "journal").rows
     with (
         announce_interrupt(KEPT),
         closing(chunks),

@@ -34,7 +34,7 @@ from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 
 # CPU: around the size of a core's caches. GPU: from a small batch to one that fills the card.
-BATCH_TOKENS = {"cpu": (256, 512, 1024, 2048), "cuda": (8192, 16384, 32768, 65536)}
+TRIED_TOKENS = {"cpu": (256, 512, 1024, 2048), "cuda": (8192, 16384, 32768, 65536)}
 SHARE = {"cpu": 8, "cuda": 1}
 "Every batch size is measured on one row in this many. A GPU needs all rows to fill its batches."
 MIN_ROWS = 256
@@ -173,7 +173,7 @@ def _measure(trial: Trial, index: int) -> Measured:
     meet = partial(_barrier, trial, index, lambda: _score(scorer, filler))
     meet("loaded", 0.0)
     rates: dict[int, float] = {}
-    for batch_tokens in BATCH_TOKENS[scorer.device]:
+    for batch_tokens in TRIED_TOKENS[scorer.device]:
         scorer.batch_tokens = batch_tokens
         # The first pass compiles kernels and allocates memory.
         scored, own_rate = _rate(scorer, few, passes=2)

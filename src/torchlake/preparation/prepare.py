@@ -37,8 +37,9 @@ from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import reason_hint
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk, chunk_label
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table

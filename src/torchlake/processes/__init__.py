@@ -2,5 +2,5 @@
 
 In: functions and rows from an engine. Out: results, or the first failure with its traceback; no orphan processes.
 Read `children.py` first (the parent's side), then `child.py`; `chunk_process.py` runs chunks, `ranks.py` a group of
-ranks. `serialization.py` has the exchanged data.
+ranks. `hardware.py` has the GPUs that a rank sees, `serialization.py` has the exchanged data.
 """

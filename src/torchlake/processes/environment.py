@@ -1,7 +1,7 @@
 """The environment of a child process, and the port at which ranks rendezvous.
 
-Thread counts and device lists must be set before the child's interpreter starts, because OpenMP, MKL and CUDA read them
-once, when their libraries load.
+Thread counts and device lists (`hardware.visible_devices`) must be set before the child's interpreter starts, because
+OpenMP, MKL and CUDA read them once, when their libraries load.
 """
 
 import os
@@ -12,9 +12,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from torchlake.errors import UsageError
 from torchlake.logs import PROGRESS
-from torchlake.processes.hardware import cores, gpus
+from torchlake.processes.hardware import cores
 from torchlake.progress import NOTEBOOK, in_notebook
 
 MASTER_FD = "TORCHLAKE_MASTER_FD"
@@ -29,49 +28,6 @@ RANK_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     MASTER_FD,
 )
-
-
-def assign_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
-    """Return the GPUs of each process, or None for no assignment (`gpus_per_process` is 0).
-
-    Raises UsageError if the machine has fewer than `processes` x `gpus_per_process`.
-    """
-    if gpus_per_process == 0:
-        return None
-    if gpus_per_process < 0:
-        raise UsageError(f"gpus_per_process: expected 0 or more, got {gpus_per_process}.")
-    found = gpus()
-    if len(found) < processes * gpus_per_process:
-        raise UsageError(
-            f"{processes} processes with {gpus_per_process} GPUs each need {processes * gpus_per_process} GPUs, but "
-            f"{len(found)} were found (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
-            "Ask for fewer processes or fewer GPUs for each."
-        )
-    return [
-        found[first : first + gpus_per_process] for first in range(0, processes * gpus_per_process, gpus_per_process)
-    ]
-
-
-def visible_devices(shares: Sequence[Sequence[str]]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for each rank of a machine, which lists the devices of all ranks, as under torchrun.
-
-    `shares` are the devices assigned to each rank. The first device of every rank comes first, so that index LOCAL_RANK
-    is one of the rank's own. Raises UsageError if two ranks share a device, and for several ranks on instances of a
-    partitioned GPU (MIG).
-    """
-    names = [share[place] for place in range(max(map(len, shares))) for share in shares if place < len(share)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"GPU {twice} was granted to several ranks, but ranks cannot communicate over a GPU that they share. Grant "
-            "whole GPUs (spark.task.resource.gpu.amount=1, gpus_per_process=1), or ask for fewer processes."
-        )
-    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
-        raise UsageError(
-            f"{len(shares)} rank{'s' * (len(shares) > 1)} on instances of a partitioned GPU ({', '.join(names)}): a "
-            "process sees one instance, and NCCL does not connect them. Train with one process, or on whole GPUs."
-        )
-    return ",".join(names)
 
 
 def child_environment(variables: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:

@@ -21,8 +21,8 @@ from torchlake.processes.environment import (
     rank_variables,
     reserve_port,
     thread_variables,
-    visible_devices,
 )
+from torchlake.processes.hardware import visible_devices
 from torchlake.processes.serialization import Failure, to_failure
 
 OUTPUT_WAIT_S = 2.0  # for the remaining output of processes that have exited

@@ -24,8 +24,9 @@ from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
-from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
+from torchlake.tables.reading import ChunkReader, isolate_bad_text
 
 LENGTH = "length"
 "The column with a row's cost in a batch, if that is not its number of tokens."

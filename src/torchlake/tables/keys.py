@@ -1,9 +1,10 @@
-"""Check a key column for nulls, NaN and duplicates: exact, in constant memory, by as many processes as the engine has.
+"""Make the row ids of tables without a key, and check a key column for nulls, NaN and duplicates.
 
-Each item (some chunks, some parts) writes the sorted 64-bit hashes of its keys to a temporary file. Ranges of hashes
-are then merged from all files, and keys with equal hashes are read again and compared. Nothing is merged if the items'
-ranges do not overlap, as for a column in ascending order. Cost: 8 bytes of disk per row, one pass over the key column,
-a second one only if hashes are equal.
+The check is exact, in constant memory, by as many processes as the engine has. Each item (some chunks, some parts)
+writes the sorted 64-bit hashes of its keys to a temporary file. Ranges of hashes are then merged from all files, and
+keys with equal hashes are read again and compared. Nothing is merged if the items' ranges do not overlap, as for a
+column in ascending order. Cost: 8 bytes of disk per row, one pass over the key column, a second one only if hashes are
+equal.
 """
 
 import tempfile
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake.errors import TableError
 from torchlake.storage.spread import Spread, in_process
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
 from torchlake.tables.plan import Chunk, Plan
@@ -50,6 +53,12 @@ class Keys(NamedTuple):
     values: pa.ChunkedArray
     unreadable: Iterable[int] = ()
     "Indices of rows that could not be read; their null keys do not count."
+
+
+def row_ids(chunk: Chunk) -> pa.Array:
+    """Return each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
+    numbers = from_numpy(chunk.numbers).cast(pa.string())
+    return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
 def check_key(table: Table, plan: Plan, key: str, *, spread: Spread = in_process, scratch: Path | None = None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchlake.errors import TableError
 from torchlake.storage.versions import ContentChecker
@@ -178,12 +177,6 @@ class _Cursor:
         reader = self._open.enter_context(open_arrow(self.file, columns))
         check_columns(self.file, columns, reader.schema)
         self.batches = (batch.select(list(columns)) for batch in record_batches(reader, first, count))
-
-
-def row_ids(chunk: Chunk) -> pa.Array:
-    """Return each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
-    numbers = from_numpy(chunk.numbers).cast(pa.string())
-    return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
 def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:

@@ -4,14 +4,14 @@ The label column decides between one class, several classes and a number, once, 
 (`labels/classes_or_numbers.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
+from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Array, Features, as_matrix, from_arrow, text_features
 from torchlake.errors import TaskError
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class Task(BaseTask):
-    """A classifier or a regression of texts, whose label column decides which.
+    """A task, by default a classifier or a regression of texts; the label column decides which.
 
-    Users' tasks are subclasses of this class and not of `BaseTask`: most predict classes or a number, and then only
-    their module and their features differ. A subclass that predicts other things overrides what `BaseTask` lacks.
+    A subclass overrides the methods in which it differs. The defaults are in this class, which users know, because most
+    own tasks predict classes or a number: only their module and their features differ. `torchlake.tasks.BaseTask` is
+    the contract without these defaults, for tasks that predict other things.
     """
 
     inputs: Mapping[str, str] = {"text": TEXT, PAIR: TEXT}

@@ -29,7 +29,7 @@ from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
 from torchlake.storage import lease
 from torchlake.tables.record import local_output
-from torchlake.training import train as training
+from torchlake.training.run import Run, job_engine, named_engine, store_frame, train_run
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Folds:
 
     path: Path
     "The folder of the runs."
-    runs: tuple[training.Run, ...]
+    runs: tuple[Run, ...]
     "The runs, in the order of the folds."
     metric: str
     "The metric that selects a fold's best model."
@@ -49,7 +49,7 @@ class Folds:
     "The mean of each metric over the folds' best validations."
     deviations: dict[str, float]
     "The standard deviation of each metric over the folds (of a sample: divided by N - 1)."
-    best: training.Run
+    best: Run
     "The fold with the best metric."
     seconds: float
     "The seconds that this call took."
@@ -79,13 +79,13 @@ def train_folds(
         raise UsageError("--run auto cannot be used with folds. Name a folder for the runs.")
     folder = local_output(run_folder.find(job, run))
     frames, stored = run_folder.frames_to_paths(sections, folder)
-    wanted = load_job(job, overrides, **stored, **training.named_engine(engine))
+    wanted = load_job(job, overrides, **stored, **named_engine(engine))
     _refuse_ignored(wanted)
     check_metric(wanted)
     with _lease(folder):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
-            training.store_frame(frame, path, training.job_engine(wanted, engine))
+            store_frame(frame, path, job_engine(wanted, engine))
         wanted = run_folder.pinned_job(folder, wanted, begun=(folder / run_folder.FOLDS).exists())
         atomic_io.write_json(
             folder / run_folder.FOLDS, {"job": wanted.model_dump(mode="json"), "folds": folds}, site="folds.settings"
@@ -94,7 +94,8 @@ def train_folds(
         for fold in range(1, folds + 1):
             log.info("fold %d of %d", fold, folds)
             one = load_job(wanted, data={"validation": {"fold": fold, "folds": folds}})
-            runs.append(training.train(one, run=folder / f"fold_{fold}", engine=engine, on_step=on_step))
+            path = folder / f"fold_{fold}"
+            runs.append(train_run(one, run=path, engine=engine, overrides=(), sections={}, on_step=on_step))
         found = _result(wanted, folder, runs)
         atomic_io.write_json(folder / run_folder.RESULT, found, site="folds.result")
     from torchlake.reporting import report
@@ -161,7 +162,7 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
     return job
 
 
-def _result(job: Job, folder: Path, runs: Sequence[training.Run]) -> dict[str, Any]:
+def _result(job: Job, folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the means and standard deviations of the metrics that all folds have, and the number of the best fold."""
     metric: str = atomic_io.read_json(runs[0].path / run_folder.RESULT)["metric"]
     names = [name for name in runs[0].metrics if all(name in one.metrics for one in runs)]

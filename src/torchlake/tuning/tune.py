@@ -51,7 +51,8 @@ from torchlake.storage.versions import version_of
 from torchlake.tables.chunks import content_ids
 from torchlake.tables.record import local_output
 from torchlake.tables.table import Table, open_table
-from torchlake.training.train import choose_metric, job_engine, named_engine, train
+from torchlake.training.run import choose_metric, job_engine, named_engine
+from torchlake.training.train import train
 from torchlake.tuning.search_space import Range, Space, read_space
 from torchlake.tuning.study import (
     WHY,

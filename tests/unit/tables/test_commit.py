@@ -28,8 +28,9 @@ from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
 from torchlake.outputs.parts import Part, part_name
 from torchlake.outputs.staging import folders as staging
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Plan
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify

@@ -27,8 +27,9 @@ from torchlake.errors import TableError, Unavailable
 from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import plan_from_json, plan_to_json
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 

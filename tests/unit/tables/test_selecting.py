@@ -16,8 +16,9 @@ from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table

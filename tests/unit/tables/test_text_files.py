@@ -19,7 +19,8 @@ from torchlake.errors import FingerprintError, TableError
 from torchlake.storage.spread import in_process
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import scanning
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.keys import row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
 quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,7 +19,8 @@ from torchlake.errors import TableError
 from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.keys import row_ids
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import COMMIT, PLAN
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify

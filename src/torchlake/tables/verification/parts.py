@@ -17,9 +17,9 @@ from torchlake.storage.folders import folder_at
 from torchlake.storage.urls import is_url
 from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import open_parquet
-from torchlake.tables.keys import Keys
+from torchlake.tables.keys import Keys, row_ids
 from torchlake.tables.plan import Chunk
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader
 
 
 @dataclass(frozen=True, kw_only=True)

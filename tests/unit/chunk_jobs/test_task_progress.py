@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import tiny
 import torchlake as tl
 from torchlake.jobs import job
-from torchlake.jobs.worker.in_flight import InFlight
 from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.progress import progress
 
 
@@ -28,7 +28,7 @@ def test_a_batch_counts_once_the_next_note_is_there(
 ) -> None:
     """However often it is looked at; a row that is tried again, as in a halved batch, counts once."""
     journal = tmp_path_factory.mktemp("staging") / "journal"
-    counted = InFlight(journal)
+    counted = TaskProgress(journal)
     assert counted.rows() == 0, "there is no journal yet"
     strikes = Attempt(journal, 3, 100, 60.0)
     try:
@@ -53,7 +53,7 @@ def test_of_several_attempts_the_furthest_counts_and_older_ones_not(tmp_path: Pa
     with old.running("score", [0, 1, 2, 3]):
         pass
     old.idle()
-    counted = InFlight(journal)
+    counted = TaskProgress(journal)
     attempts = [Attempt(journal, chunk, 10, 60.0) for chunk in (1, 1, 2)]
     for strikes, rows in zip(attempts, ([0, 1, 2], [4], [5, 6]), strict=True):
         with strikes.running("score", rows):

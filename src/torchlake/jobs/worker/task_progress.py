@@ -1,7 +1,8 @@
-"""Count the rows scored in unfinished chunks, by the attempt logs of `poison_rows.py`.
+"""Count the rows scored in unfinished chunks: how tasks report progress, on Spark and every other engine.
 
-Workers log each batch before it runs, on every engine, so progress needs no other channel. The count is only for
-display: with a network file system it may be late. Cost: reading the lines added since the last count.
+Workers log each batch before it runs in the attempt logs of `poison_rows.py`, so progress needs no other channel. The
+count is only for display: with a network file system it may be late. Cost: reading the lines added since the last
+count.
 """
 
 import json
@@ -21,7 +22,7 @@ class _Log:
     scored: set[int] = field(default_factory=set)
 
 
-class InFlight:
+class TaskProgress:
     """The attempt logs in `folder` that are newer than this object; call `rows()` from one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
