@@ -299,14 +299,6 @@ class BaseTask:
         """Return the prediction columns of the answers of N rows, in `output_schema`."""
         raise self._lacks("output_columns")
 
-    def probability_names(self, spec: TaskSpec) -> list[str]:
-        """Return the columns that hold `answers` if all probabilities are requested."""
-        raise self._lacks("probability_names")
-
-    def read_answers(self, scored: pa.Table, spec: TaskSpec) -> np.ndarray:
-        """Return the answers in prediction columns (all probabilities), NaN where a row has an error."""
-        raise self._lacks("read_answers")
-
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; every row has
         both."""

@@ -4,7 +4,6 @@ Training reads text and learns its target, a column of texts: the model sees eac
 predicts the next. Scoring writes with the options of text generation; `max_length` cuts the text that is read.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,30 +17,25 @@ from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.errors import DataError
 from torchlake.labels.values import to_plain_array
-from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import load
 from torchlake.models.config import decoder_start
-from torchlake.tasks import NO_TARGET, TEXT, BaseTask, ColumnOptions, Inputs, _pretrained, _tokens
-from torchlake.tasks.text_generation import ANSWERS, written_columns
+from torchlake.tasks import TEXT, Inputs, _pretrained, _tokens
+from torchlake.tasks._writing import WritingTask
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 DECODER_IDS = "decoder_input_ids"
 
 
-class Text2textGeneration(BaseTask):
+class Text2textGeneration(WritingTask):
     """An encoder-decoder of transformers."""
 
     inputs = {"text": TEXT}
     auto_class = "AutoModelForSeq2SeqLM"
     hub_task = "text2text-generation"
     options = {"prefix": "", "max_target_tokens": 128}
-    generates = True
     token_arrays = (INPUT_IDS, DECODER_IDS)
-    measures_outputs = False
-    forward_options = {"use_cache": False}
     default_metric = {"text": "perplexity"}
     directions = {"loss": "lower", "perplexity": "lower", "exact_match": "higher"}
 
@@ -139,33 +133,6 @@ class Text2textGeneration(BaseTask):
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return a trained model; it has no classes to check."""
         return load.load_model(folder, auto_class=self.auto_class, **options)
-
-    def loss_sum(
-        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
-    ) -> "torch.Tensor":
-        """Return the cross entropy summed over all tokens; outputs (B, L, V), targets (B, L)."""
-        from torch.nn import functional
-
-        assert targets is not None, "rows have targets"
-        return functional.cross_entropy(
-            outputs.float().flatten(0, 1), targets.long().flatten(), ignore_index=NO_TARGET, reduction="sum"
-        )
-
-    def loss_metrics(self, loss: float) -> dict[str, float]:
-        """Return the perplexity of the targets, exp of the mean loss."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
-
-    # Outputs to texts.
-
-    def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the columns of text generation."""
-        return ANSWERS
-
-    def output_columns(
-        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
-    ) -> pa.Table:
-        """Return the written texts as columns."""
-        return written_columns(answers, processor, options.stop)
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the share of texts that are their targets, except for space around them."""

@@ -10,7 +10,6 @@ Scoring: a prompt is a row without an end token. It is never truncated; a prompt
 becomes an error row.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -21,21 +20,18 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
-from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models.generation import END, NOTHING, decoded, stop_place
 from torchlake.tables.arrays import is_blank, nulls_as_empty
-from torchlake.tasks import NO_TARGET, PROMPT, BaseTask, ColumnOptions, Inputs
+from torchlake.tasks import NO_TARGET, PROMPT, Inputs
 from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize_chats
 from torchlake.tasks._null_rows import NULL_INPUT
+from torchlake.tasks._writing import WritingTask
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
 "The problems, by `data.learn`."
 ROWS_AT_ONCE = 1_000
-ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 "values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens removed from each row."
@@ -92,20 +88,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
         yield from (each.ids for each in backend.encode_batch_fast(rows, add_special_tokens=not chat))
 
 
-def written_columns(answers: np.ndarray, tokenizer: Any, stop: Sequence[str]) -> pa.Table:
-    """Return written tokens (B, W) int32 as the columns `ANSWERS`, in row order."""
-    texts, counts, reasons = [], [], []
-    for answer in answers:
-        written = answer[(answer != NOTHING) & (answer != END)]
-        text = decoded(tokenizer, written)
-        place = stop_place(text, stop)
-        texts.append(text[:place])
-        counts.append(len(written))
-        reasons.append("length" if place is None and END not in answer else "stop")
-    return pa.table([texts, counts, reasons], schema=ANSWERS)
-
-
-class TextGeneration(BaseTask):
+class TextGeneration(WritingTask):
     """A causal language model, which learns its texts and writes their continuations."""
 
     inputs = {"text": PROMPT}
@@ -115,11 +98,7 @@ class TextGeneration(BaseTask):
     auto_class = "AutoModelForCausalLM"
     hub_task = "text-generation"
     packs = True
-    generates = True
-    measures_outputs = False
     directions = {"loss": "lower", "perplexity": "lower"}
-    # Training does not use the key-value cache; it would only hold memory.
-    forward_options = {"use_cache": False}
     default_metric = dict.fromkeys(PROBLEMS.values(), "perplexity")
 
     is_chat = staticmethod(is_chat)
@@ -154,17 +133,6 @@ class TextGeneration(BaseTask):
         following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
         return following
 
-    def loss_sum(
-        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
-    ) -> "torch.Tensor":
-        """Return the cross entropy summed over all targets, in fp32. `outputs` (B, L, V); `targets` (B, L) int64."""
-        from torch.nn import functional
-
-        assert targets is not None, "every token is a target"
-        return functional.cross_entropy(
-            outputs.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
-        )
-
     def find_chunks(self, model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
         """Return as JSON how the model can compute its loss without holding a micro-batch's logits; None if it cannot.
 
@@ -186,23 +154,6 @@ class TextGeneration(BaseTask):
     def num_targets(self, lengths: np.ndarray, spec: TaskSpec) -> int:
         """Return the number of targets in blocks of these lengths (B,): every token except the first of each block."""
         return int(lengths.sum()) - len(lengths)
-
-    def loss_metrics(self, loss: float) -> dict[str, float]:
-        """Return the perplexity, exp of the mean loss."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
-
-    def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"."""
-        return ANSWERS
-
-    def output_columns(
-        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
-    ) -> pa.Table:
-        """Return the prediction columns of the answers (B, W) int32, in row order.
-
-        Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
-        """
-        return written_columns(answers, processor, options.stop)
 
 
 task = TextGeneration()

@@ -19,11 +19,9 @@ from torchlake.checkpoints import location
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, count, shown
-from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, process_bounds
-from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
-from torchlake.models.config import load_config, tensor_parallel_refusal
+from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
+from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError
 from torchlake.models.folders import base_folder
-from torchlake.models.load import check_folder
 from torchlake.optim import optimizers
 from torchlake.outputs.compatibility import planned_inputs
 from torchlake.preparation import summary
@@ -41,6 +39,7 @@ from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.table import open_table
 from torchlake.training import restarts
 from torchlake.training.model import lora
+from torchlake.training.model.strategy import check_strategy, check_tensor_parallel, choose_strategy
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +99,9 @@ def train_run(
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
         if not checked:
             check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
-            _check_strategy(wanted, processes)
+            check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
-        _check_tensor_parallel(wanted, base, processes)
+        check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
@@ -144,7 +143,7 @@ def _check_new(job: Job, processes: ProcessRange, folder: Path, engine: Engine, 
     if fresh:
         check_tables(job, spread=engine.spread)
     if fresh or frames:
-        _check_strategy(job, processes)
+        check_strategy(job, processes)
     return fresh
 
 
@@ -192,61 +191,6 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         engine.materialize(frame, str(temporary))
         temporary.rename(path)
-
-
-def _check_strategy(job: Job, processes: ProcessRange) -> None:
-    """Raise UsageError when the strategy cannot run the fewest or the most ranks; this may import torch."""
-    for number in process_bounds(processes):
-        choose_strategy(job, number)
-
-
-def choose_strategy(job: Job, processes: int) -> str:
-    """Return the strategy's name, "auto" resolved. Raises UsageError if it cannot run the task or that number of
-    ranks."""
-    name = job.train.strategy
-    if name == "auto":
-        return "single" if processes == 1 else "ddp"
-    strategy = plugins.load("strategies", name)
-    if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
-        raise UsageError(
-            f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, and {processes} were requested. "
-            "Use strategy auto or ddp, or engine.processes=1."
-        )
-    if processes % strategy.model_ranks(job.train):
-        raise UsageError(
-            f"train.fsdp.tensor_parallel={job.train.fsdp.tensor_parallel}: {processes} ranks cannot be divided into "
-            "groups of that size. Choose a divisor of engine.processes."
-        )
-    reason = strategy.refusal(job.train)
-    if reason is not None:
-        raise UsageError(f"train.strategy {name!r} cannot run here: {reason}.")
-    if job.model.task in strategy.never:
-        raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
-    return name
-
-
-def _check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange) -> None:
-    """Raise UsageError if layers should be split over ranks and the job or the model does not allow it."""
-    number, strategy = job.train.fsdp.tensor_parallel, job.train.strategy
-    if number == 1:
-        return
-    name = f"train.fsdp.tensor_parallel={number}"
-    if strategy == "auto" or plugins.load("strategies", strategy).model_ranks(job.train) != number:
-        raise UsageError(f"{name} is an option of train.strategy=fsdp; the strategy is {strategy!r}.")
-    fewest, most = process_bounds(processes)
-    if fewest != most:
-        raise UsageError(f"{name} needs a fixed number of ranks, and engine.processes is [{fewest}, {most}].")
-    for option, used in {"model.lora": job.model.lora is not None, "train.compile": job.train.compile}.items():
-        if used:
-            raise UsageError(f"{name} cannot be combined with {option}. Remove one of them.")
-    if base is None:
-        raise UsageError(f"{name} splits the layers of a transformers model; model.base is null.")
-    check_folder(base)
-    reason = tensor_parallel_refusal(load_config(base), number)
-    if reason is not None:
-        raise UsageError(
-            f"{name}: {base}: {reason}. Remove the setting: train.strategy=fsdp shards every model without it."
-        )
 
 
 def choose_metric(job: Job, spec: TaskSpec) -> str:

@@ -23,8 +23,9 @@ import torchlake as tl
 import training_runs as runs
 from golden_losses import BETWEEN_STRATEGIES
 from torchlake import plugins
-from torchlake.errors import ConfigError, UsageError
+from torchlake.errors import ConfigError, DataError, TaskError, UsageError
 from torchlake.models.load import load_spec
+from torchlake.tasks import BaseTask
 
 CASE = task_cases.CASES["text_and_numbers"]
 TESTS = Path(__file__).parents[2]
@@ -97,6 +98,18 @@ def test_a_task_of_an_installed_package_is_found_by_its_name(tmp_path: Path, tra
 
 def path() -> str:
     return os.pathsep.join([str(TESTS), *sys.path])
+
+
+def test_the_contract_alone_names_what_a_task_lacks() -> None:
+    class Bare(BaseTask):
+        """A task without methods of its own."""
+
+    spec = tiny.spec_for("single_label", ("a", "b"))
+    with pytest.raises(TaskError, match="the task 'bare' has no method features"):
+        Bare().features({}, None, spec)
+    with pytest.raises(DataError, match="the task 'bare' reads no labels"):
+        Bare().find_labels(iter([pa.array(["a"])]))
+    assert issubclass(tl.Task, BaseTask)
 
 
 def test_what_is_no_task_and_a_name_that_is_taken(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torchlake.models import load
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.precision import step_seed
 from torchlake.optim.schedule import learning_rate
-from torchlake.training import train as training
+from torchlake.training.model.strategy import choose_strategy
+from torchlake.training.run import choose_metric
 
 
 @pytest.fixture(scope="module")
@@ -254,22 +255,22 @@ def job(**train: Any) -> config.Job:
 
 
 def test_the_strategy_follows_the_number_of_ranks() -> None:
-    assert training.choose_strategy(job(), 1) == "single"
-    assert training.choose_strategy(job(), 2) == "ddp"
-    assert training.choose_strategy(job(strategy="single"), 1) == "single"
-    assert training.choose_strategy(job(strategy="fsdp"), 1) == "fsdp"
+    assert choose_strategy(job(), 1) == "single"
+    assert choose_strategy(job(), 2) == "ddp"
+    assert choose_strategy(job(strategy="single"), 1) == "single"
+    assert choose_strategy(job(strategy="fsdp"), 1) == "fsdp"
     with pytest.raises(UsageError):
-        training.choose_strategy(job(strategy="single"), 2)
+        choose_strategy(job(strategy="single"), 2)
 
 
 def test_every_problem_has_a_metric() -> None:
     for problem, labels in (("single_label", ("a", "b")), ("multi_label", ("a", "b")), ("regression", ())):
         spec = tiny.spec_for(problem, labels)
-        default = training.choose_metric(job(), spec)
-        assert training.choose_metric(job(metric=default), spec) == default
-        assert training.choose_metric(job(metric="loss"), spec) == "loss"
+        default = choose_metric(job(), spec)
+        assert choose_metric(job(metric=default), spec) == default
+        assert choose_metric(job(metric="loss"), spec) == "loss"
         with pytest.raises(ConfigError, match=default):
-            training.choose_metric(job(metric="nonsense"), replace(spec))
+            choose_metric(job(metric="nonsense"), replace(spec))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
