@@ -27,8 +27,8 @@ import torchlake as tl
 from torchlake import errors, plugins
 from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
-from torchlake.scoring.options import PredictOptions
 from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"

@@ -1,25 +1,30 @@
-"""The commands of the command line. Each declares its options and returns its work, which `main.py` runs.
+"""The commands of the command line. Each names its options and returns its work, which `main.py` runs.
 
 Libraries that are slow to load are imported by the work (`commands.py`), so --help takes a tenth of a second.
 """
 
 import inspect
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from torchlake import plugins
 from torchlake.cli import commands
 from torchlake.cli import options as o
 from torchlake.cli.display import Outcome
-from torchlake.cli.engine import engine_settings, make_engine
+from torchlake.cli.engine import engine_settings
 from torchlake.cli.help import Command, Group
-from torchlake.errors import UsageError
+from torchlake.cli.options import Given, as_given
 
 Work = Callable[[], Outcome]
+ModelFolder = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder written by train.")]
+JobFile = Annotated[str, typer.Argument(metavar="JOB.yaml", help="Job file.")]
+OptionalJob = Annotated[
+    str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
+]
+ROWS = "where sample limit"
+ENGINE = "engine processes set"
 
 app = typer.Typer(
     name="torchlake",
@@ -36,310 +41,182 @@ SETTINGS = (
 )
 
 
-def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], None]:
-    """Register a command with an example in its help. General options that it does not declare are dropped."""
+def _command(
+    example: str, names: str = "", own: type = o.Shared, **about: Any
+) -> Callable[[Callable[..., Work]], None]:
+    """Register a command: `names` are its options, and `own` the class of those that it declares differently.
+
+    The declared function takes the arguments and, if it has options, `given`.
+    """
 
     def register(declared: Callable[..., Work]) -> None:
         signature = inspect.signature(declared)
+        arguments = {name: one for name, one in signature.parameters.items() if name != "given"}
 
-        def command(**values: Any) -> Work:
-            return declared(**{name: values[name] for name in signature.parameters})
+        def command(**parsed: Any) -> Work:
+            given = as_given({name: value for name, value in parsed.items() if name not in arguments})
+            known = {**parsed, "given": given}
+            return declared(**{name: known[name] for name in signature.parameters})
 
-        general = {"as_json": o.Json, "quiet": o.Quiet, "verbose": o.Verbose}
-        added = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=annotation)
-            for name, annotation in general.items()
-        ]
-        kept = [parameter for name, parameter in signature.parameters.items() if name not in general]
-        command.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        options = o.parameters(f"{names} json quiet verbose", own)
+        command.__signature__ = signature.replace(parameters=[*arguments.values(), *options])  # type: ignore[attr-defined]
         text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
-        app.command(declared.__name__, cls=Command, help=text, **options)(command)
+        app.command(declared.__name__, cls=Command, help=text, **about)(command)
 
     return register
 
 
-@_command("init reviews.parquet --label stars")
+@_command("init reviews.parquet --label stars", f"input csv text text_pair label model {ROWS} output force", o.Init)
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
-    more: o.MoreInput = None,
-    csv: o.Csv = None,
-    text: o.InitText = None,
-    text_pair: o.InitPair = None,
-    label: o.InitLabel = None,
-    model: o.InitModel = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    output: o.JobOutput = "job.yaml",
-    force: o.Force = False,
+    given: Given,
 ) -> Work:
     """Write a job file for a table. Guesses the columns, and shows classes, lengths and problems."""
-    options = _given(locals(), "table", "more")
-    return lambda: commands.init(_tables(table, more), options)
+    return lambda: commands.init(given.tables(table), given.options)
 
 
-@_command("train job.yaml --processes 2", epilog=SETTINGS)
-def train(
-    job: o.OptionalJob = None,
-    overrides: o.Settings = None,
-    text: o.JobText = None,
-    text_pair: o.JobPair = None,
-    inputs: o.JobInputs = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    run: o.RunFolder = None,
-    folds: o.FoldsNumber = None,
-    processes: o.Ranks = None,
-    engine: o.EngineName = None,
-    mlflow: o.Mlflow = None,
-    wandb: o.Wandb = None,
-    tensorboard: o.TensorBoard = False,
-    as_json: o.Json = False,
-) -> Work:
+@_command(
+    "train job.yaml --processes 2",
+    f"set text text_pair inputs {ROWS} run folds processes engine mlflow wandb tensorboard",
+    o.Train,
+    epilog=SETTINGS,
+)
+def train(given: Given, job: OptionalJob = None) -> Work:
     """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint."""
-    settings = _settings(overrides, processes, engine) + _columns(text, text_pair, inputs) + _rows(where, sample, limit)
-    if mlflow is not None:
-        settings.append(f"track.mlflow={json.dumps(mlflow)}")
-    if wandb is not None:
-        settings.append(f"track.wandb={json.dumps(wandb)}")
-    if tensorboard:
-        settings.append("track.tensorboard=true")
-    return lambda: commands.train(job, settings, run, folds, as_json=as_json)
+    return lambda: commands.train(job, _settings(given), given["run"], given["folds"], as_json=given.as_json)
 
 
-@_command("tune job.yaml --space space.yaml --trials 20", epilog=SETTINGS)
-def tune(
-    job: o.Job,
-    space: o.Space,
-    trials: o.Trials,
-    overrides: o.Settings = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    run: o.TuningFolder = None,
-    processes: o.Ranks = None,
-    engine: o.EngineName = None,
-    seed: o.TuningSeed = 0,
-    no_prune: o.NoPrune = False,
-    as_json: o.Json = False,
-) -> Work:
+@_command(
+    "tune job.yaml --space space.yaml --trials 20",
+    f"space! trials! set {ROWS} run processes engine seed no_prune",
+    o.Tune,
+    epilog=SETTINGS,
+)
+def tune(job: JobFile, given: Given) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue."""
-    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
-    options = {"trials": trials, "run": run, "seed": seed, "prune": not no_prune}
-    return lambda: commands.tune(job, space, settings, options, as_json=as_json)
+    options = {**given.some("trials run seed"), "prune": not given["no_prune"]}
+    return lambda: commands.tune(job, given["space"], _settings(given), options, as_json=given.as_json)
 
 
-@_command("plan job.yaml --gpu-memory 80GiB", epilog=SETTINGS)
-def plan(
-    job: o.OptionalJob = None,
-    overrides: o.Settings = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    sample_rows: o.SampleRows = None,
-    processes: o.Ranks = None,
-    gpu_memory: o.GpuMemory = None,
-    flops: o.Flops = None,
-    bandwidth: o.Bandwidth = None,
-    latency: o.Latency = None,
-) -> Work:
+@_command(
+    "plan job.yaml --gpu-memory 80GiB",
+    f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency",
+    o.Plan,
+    epilog=SETTINGS,
+)
+def plan(given: Given, job: OptionalJob = None) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
-    options = _given(locals(), "job", "overrides", "where", "sample", "limit")
-    settings = [*(overrides or ()), *_rows(where, sample, limit)]
-    return lambda: commands.plan(job, settings, options)
+    options = given.some("sample_rows processes gpu_memory flops bandwidth latency")
+    return lambda: commands.plan(job, given.settings, options)
 
 
-@_command("predict runs/reviews/model reviews.parquet scored/")
+@_command(
+    "predict runs/reviews/model reviews.parquet scored/",
+    f"input csv text text_pair inputs {ROWS} null on_bad_file accept_new_input accept_removed_input "
+    "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental partition_by "
+    "add_columns target_file_size task task_options runtime engine processes gpus_per_process set batch_tokens "
+    "chunk_rows row_timeout_s max_new_tokens temperature top_k top_p stop seed chat profile",
+    o.Predict,
+)
 def predict(
-    model: o.Model,
-    table: o.InputOrLines,
-    output: o.OptionalOutput = None,
-    more: o.MoreInput = None,
-    csv: o.Csv = None,
-    text: o.Text = None,
-    text_pair: o.TextPair = None,
-    inputs: o.Inputs = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    null: o.Null = None,
-    on_bad_file: o.OnBadFile = None,
-    accept_new_input: o.AcceptNewInput = False,
-    accept_removed_input: o.AcceptRemovedInput = False,
-    key: o.Key = None,
-    columns: o.Columns = None,
-    all_probabilities: o.AllProbabilities = False,
-    embedding: o.Embedding = None,
-    prefix: o.Prefix = None,
-    max_error_rate: o.MaxErrorRate = None,
-    overwrite: o.Overwrite = False,
-    format: o.Format = None,
-    mode: o.WriteMode = None,
-    incremental: o.Incremental = False,
-    partition_by: o.PartitionBy = None,
-    add_columns: o.AddColumns = False,
-    target_file_size: o.TargetFileSize = None,
-    task: o.TaskName = None,
-    task_options: o.TaskOptions = None,
-    runtime: o.RuntimeName = None,
-    engine: o.EngineName = None,
-    processes: o.Processes = None,
-    gpus_per_process: o.ModelGpus = None,
-    overrides: o.EngineSettings = None,
-    batch_tokens: o.BatchTokens = None,
-    chunk_rows: o.ChunkRows = None,
-    row_timeout_s: o.RowTimeout = None,
-    max_new_tokens: o.MaxNewTokens = None,
-    temperature: o.Temperature = None,
-    top_k: o.TopK = None,
-    top_p: o.TopP = None,
-    stop: o.Stop = None,
-    seed: o.Seed = None,
-    chat: o.Chat = False,
-    profile: o.Profile = False,
-    as_json: o.Json = False,
+    model: ModelFolder,
+    table: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT", help="Table to score: a file, folder, glob or URL; -: lines of standard input."
+        ),
+    ],
+    given: Given,
+    output: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table (default with -: printed)."
+        ),
+    ] = None,
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
-    options = _given(
-        locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "profile", "as_json"
-    )
-    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    engine = given.engine
     if output is None:
-        extra = {"input": more, "engine": runs_on, "profile": profile or None}
-        given = options | {name: value for name, value in extra.items() if value is not None}
-        return lambda: commands.predict_printed(model, table, given, as_json=as_json)
-    return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
+        options = given.options | given.some("input profile") | ({} if engine is None else {"engine": engine})
+        return lambda: commands.predict_printed(model, table, options, as_json=given.as_json)
+    profile = bool(given["profile"])
+    return lambda: commands.predict(model, given.tables(table), output, engine, given.options, profile=profile)
 
 
-@_command("rank runs/reranker/model candidates.parquet ranked/ --query query --document passage")
+@_command(
+    "rank runs/reranker/model candidates.parquet ranked/ --query query --document passage",
+    f"input csv query document relevant {ROWS} seed key columns max_error_rate runtime {ENGINE} batch_tokens "
+    "chunk_rows",
+    o.Rank,
+)
 def rank(
-    model: o.Model,
+    model: ModelFolder,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table of pairs: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder or URL for the ranked rows.")],
-    more: o.MoreInput = None,
-    csv: o.Csv = None,
-    query: o.Query = None,
-    document: o.Document = None,
-    relevant: o.Relevant = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    seed: o.SampleSeed = None,
-    key: o.Key = None,
-    columns: o.Columns = None,
-    max_error_rate: o.MaxErrorRate = None,
-    runtime: o.RuntimeName = None,
-    engine: o.EngineName = None,
-    processes: o.Processes = None,
-    overrides: o.EngineSettings = None,
-    batch_tokens: o.BatchTokens = None,
-    chunk_rows: o.ChunkRows = None,
-    as_json: o.Json = False,
+    given: Given,
 ) -> Work:
     """Score pairs of query and document, and rank each query's documents. Every row exactly once."""
-    options = _given(locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "as_json")
-    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
-    return lambda: commands.rank(model, _tables(table, more), output, runs_on, options)
+    return lambda: commands.rank(model, given.tables(table), output, given.engine, given.options)
 
 
-@_command("evaluate runs/reviews/model test.parquet")
+@_command(
+    "evaluate runs/reviews/model test.parquet",
+    f"input csv text text_pair inputs label {ROWS} seed runtime {ENGINE}",
+)
 def evaluate(
-    model: o.Model,
+    model: ModelFolder,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
-    more: o.MoreInput = None,
-    csv: o.Csv = None,
-    text: o.Text = None,
-    text_pair: o.TextPair = None,
-    inputs: o.Inputs = None,
-    label: o.Label = None,
-    where: o.Where = None,
-    sample: o.SampleShare = None,
-    limit: o.Limit = None,
-    seed: o.SampleSeed = None,
-    runtime: o.RuntimeName = None,
-    engine: o.EngineName = None,
-    processes: o.Processes = None,
-    overrides: o.EngineSettings = None,
-    as_json: o.Json = False,
+    given: Given,
 ) -> Work:
     """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval."""
-    options = _given(locals(), "model", "table", "more", "engine", "processes", "overrides", "as_json")
-    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
-    return lambda: commands.evaluate(model, _tables(table, more), runs_on, options)
+    return lambda: commands.evaluate(model, given.tables(table), given.engine, given.options)
 
 
-@_command("optimize runs/reviews/model --sample reviews.parquet")
-def optimize(
-    model: o.Model,
-    sample: o.Sample,
-    more: o.MoreInput = None,
-    csv: o.Csv = None,
-    text: o.Text = None,
-    text_pair: o.TextPair = None,
-    inputs: o.Inputs = None,
-    label: o.Label = None,
-    where: o.Where = None,
-    limit: o.Limit = None,
-    max_drop: o.MaxDrop = None,
-    min_agreement: o.MinAgreement = None,
-    budget: o.Budget = None,
-    runtimes: o.Runtimes = None,
-    rows: o.SampleSize = None,
-    engine: o.EngineName = None,
-    processes: o.Processes = None,
-    overrides: o.EngineSettings = None,
-    as_json: o.Json = False,
-) -> Work:
+@_command(
+    "optimize runs/reviews/model --sample reviews.parquet",
+    f"sample! input csv text text_pair inputs label where limit max_drop min_agreement budget runtimes rows {ENGINE}",
+    o.Optimize,
+)
+def optimize(model: ModelFolder, given: Given) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
-    options = _given(locals(), "model", "sample", "more", "engine", "processes", "overrides", "as_json")
-    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
-    return lambda: commands.optimize(model, _tables(sample, more), runs_on, options)
+    options = {name: value for name, value in given.options.items() if name != "sample"}
+    return lambda: commands.optimize(model, given.tables(given["sample"]), given.engine, options)
 
 
-@_command("launch train.py --processes 2 -- --lr 0.1")
+@_command("launch train.py --processes 2 -- --lr 0.1", "processes gpus_per_process engine set", o.Launch)
 def launch(
     target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", help="What each rank runs.")],
+    given: Given,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS...", help="Arguments for the script, after --.")
     ] = None,
-    processes: o.Ranks = None,
-    gpus_per_process: o.GpusPerProcess = 0,
-    engine: o.EngineName = None,
-    overrides: o.EngineSettings = None,
-    as_json: o.Json = False,
 ) -> Work:
     """Run a script or function as ranks. Sets the environment variables that torchrun sets."""
     return lambda: commands.launch(
         target,
         arguments or [],
-        make_engine(engine, processes, overrides, as_json=as_json),
-        gpus_per_process=gpus_per_process,
-        as_json=as_json,
+        given.engine,
+        gpus_per_process=given["gpus_per_process"] or 0,
+        as_json=given.as_json,
     )
 
 
-@_command("verify scored/")
+@_command("verify scored/", ENGINE)
 def verify(
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
-    engine: o.EngineName = None,
-    processes: o.Processes = None,
-    overrides: o.EngineSettings = None,
-    as_json: o.Json = False,
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")], given: Given
 ) -> Work:
     """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem."""
-    return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
+    return lambda: commands.verify(output, given.engine)
 
 
-@_command("export runs/reviews/model reviews-onnx --format onnx")
+@_command("export runs/reviews/model reviews-onnx --format onnx", "format! pooling", o.Export)
 def export(
-    model: o.Model,
+    model: ModelFolder,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="New folder, or an earlier export.")],
-    format: o.ExportFormat,
-    pooling: o.Pooling = None,
+    given: Given,
 ) -> Work:
     """Write a model for another tool. Layouts of ONNX Runtime, OpenVINO and sentence-transformers."""
-    return lambda: commands.export(model, folder, format, pooling)
+    return lambda: commands.export(model, folder, given["format"], given["pooling"])
 
 
 @_command("report runs/reviews")
@@ -362,13 +239,10 @@ def doctor() -> Work:
     return commands.doctor
 
 
-@_command("demo")
-def demo(
-    folder: o.Folder = "demo",
-    rows: o.Rows = 2400,
-) -> Work:
+@_command("demo", "folder rows", o.Demo)
+def demo(given: Given) -> Work:
     """Train, predict, evaluate and verify on generated reviews. Needs no network and no data."""
-    return lambda: commands.demo(folder, rows)
+    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400)
 
 
 @_command("version")
@@ -384,66 +258,6 @@ def _options(
     """Declare the options before the command; `cli.main` handles --version."""
 
 
-def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
-    """Return the overrides of a job; --processes and --engine come last."""
-    return [*(overrides or ()), *engine_settings(engine, processes)]
-
-
-def _tables(first: str, more: list[str] | None) -> str | list[str]:
-    return [first, *more] if more else first
-
-
-def _rows(where: str | None, sample: float | None, limit: int | None) -> list[str]:
-    """Return the overrides of a job for the rows to read."""
-    given = {"where": where, "sample": sample, "limit": limit}
-    return [f"data.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-
-
-def _columns(text: list[str] | None, text_pair: list[str] | None, inputs: list[str] | None) -> list[str]:
-    """Return the overrides of a job for its columns."""
-    named = _given({"text": text, "text_pair": text_pair, "inputs": inputs})
-    given = {name: columns for name, columns in named.items() if name != "inputs"}
-    given |= {f"inputs.{name}": columns for name, columns in named.get("inputs", {}).items()}
-    return [f"data.{name}={json.dumps(columns)}" for name, columns in given.items()]
-
-
-def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """Return the options that were given, by name; for the others the defaults of the Python function apply."""
-    given = {
-        name: value
-        for name, value in values.items()
-        if name not in without and value is not None and value is not False and value != []
-    }
-    if "csv" in given:
-        given["csv"] = dict(_pair("--csv", text, "delimiter=;") for text in given["csv"])
-    if "inputs" in given:
-        named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
-        given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
-    given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
-    if "task_options" in given:
-        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
-    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
-    return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
-
-
-def _one_or_all(columns: list[str]) -> str | list[str]:
-    return columns[0] if len(columns) == 1 else columns
-
-
-def _pair(option: str, text: str, example: str) -> tuple[str, str]:
-    """Return the key and the value of an option."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
-    return key, value
-
-
-def _task_option(text: str) -> tuple[str, Any]:
-    """Return the name and the value, written as in YAML, of `--task-option`."""
-    name, equals, value = text.partition("=")
-    try:
-        if equals:
-            return name, yaml.safe_load(value)
-    except yaml.YAMLError:
-        pass
-    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")
+def _settings(given: Given) -> list[str]:
+    """Return the overrides of a job that also runs it; --processes and --engine come last."""
+    return given.settings + engine_settings(given["engine"], given["processes"])

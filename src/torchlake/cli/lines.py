@@ -29,11 +29,12 @@ MAX_LINE_BYTES = 1 << 26
 
 def predict_lines(model: str, options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Print an answer for each line of standard input. Raises TooManyErrors at the end if too many rows failed."""
+    from torchlake.config.options import GenerationArguments
     from torchlake.scoring import in_process
 
     if as_json:
         raise UsageError("--json prints one object, and the answers are a JSON object for each line: leave it out.")
-    allowed = in_process.load.__annotations__.keys() | in_process.GenerationArguments.__annotations__.keys()
+    allowed = in_process.load.__annotations__.keys() | GenerationArguments.__annotations__.keys()
     for name in sorted(options.keys() - allowed - {"max_error_rate"}):
         raise UsageError(f"--{name.replace('_', '-')} needs an OUTPUT; without one the answers are printed.")
     given = {name: value for name, value in options.items() if name != "max_error_rate"}

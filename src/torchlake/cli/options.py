@@ -1,316 +1,300 @@
-"""The arguments and options of the commands, as types of the parameters in `app.py`.
+"""The options of the commands: those of jobs over tables from `config/options.py`, and the command line's own.
 
-An option that is not given is not passed on, so the defaults are those of the Python functions.
+A command names its options (`app.py`). Each is looked up in the command's own class, then among the shared ones, then
+among those of the Python functions. An option that is not given is not passed on, so the defaults are those of the
+Python functions.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+import yaml
 
 from torchlake import plugins
+from torchlake.cli.engine import make_engine
+from torchlake.config.options import Option, PredictOptions, types_of
+from torchlake.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchlake.engines import Engine
+
+_general = partial(Option, "General")
+_execution = partial(Option, "Execution")
+_job = partial(Option, "Job")
+_tracking = partial(Option, "Tracking")
+_search = partial(Option, "Search")
+_hardware = partial(Option, "Hardware")
+_input = partial(Option, "Input")
+_output = partial(Option, "Output")
+_text = partial(Option, "Text generation")
+_selection = partial(Option, "Selection")
+_demo = partial(Option, "Demo")
+RUNTIMES = ", ".join(plugins.names("runtimes"))
+OF_COMMANDS = {"input", "engine", "processes", "set", "profile", "json", "quiet", "verbose"}
+"Options that are not arguments of the Python functions."
 
 
-def _group(name: str) -> Callable[..., Any]:
-    """Return a function that makes an option of this group: (flag, metavar, help, **limits)."""
+class Shared:
+    """Options of several commands."""
 
-    def option(flag: str, metavar: str | None, help: str, **limits: Any) -> Any:
-        return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=name, **limits)
+    # `main.py` reads these three before parsing, because usage errors are JSON too.
+    json: Annotated[bool, _general(None, "Print one JSON object to standard output.")]
+    quiet: Annotated[bool, _general(None, "Show errors and results only.")]
+    verbose: Annotated[bool, _general(None, "Show debug messages and tracebacks.")]
+    input: Annotated[Sequence[str], _input("TABLE", "Further table; repeatable.")]
+    text: Annotated[
+        Sequence[str], _input("COLUMN", "Text column (default: as in training); repeatable: texts are joined.")
+    ]
+    label: Annotated[str, _input("COLUMN", "Label column (default: as in training).")]
+    key: Annotated[str, _output("COLUMN", "Column of unique, non-null values that identify rows.")]
+    columns: Annotated[Sequence[str], _output("A,B", "Additional input columns to copy to the output; repeatable.")]
+    runtime: Annotated[
+        str, _execution("NAME", f"Inference runtime: {RUNTIMES} (default: varlen or eager, or the choice of optimize).")
+    ]
+    engine: Annotated[str, _execution("NAME", f"Where to run: {', '.join(plugins.names('engines'))} (default: local).")]
+    processes: Annotated[int, _execution("N", "Number of processes (default: chosen by the engine).", min=1)]
+    set: Annotated[
+        Sequence[str], _execution("KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable.")
+    ]
 
-    return option
+
+class Init:
+    """Options of `init`."""
+
+    text: Annotated[str, _input("COLUMN", "Text column (default: guessed).")]
+    text_pair: Annotated[str, _input("COLUMN", "Second text of a pair (default: guessed by its name).")]
+    label: Annotated[str, _input("COLUMN", "Label column (default: guessed).")]
+    model: Annotated[str, _job("MODEL", "Model to fine-tune: a folder, or a name on the Hub (default: roberta-base).")]
+    output: Annotated[str, _output("FILE", "Job file to write (default: job.yaml).")]
+    force: Annotated[bool, _output(None, "Replace an existing file.")]
 
 
-def _names(kind: plugins.Kind) -> str:
-    return ", ".join(plugins.names(kind))
+class Job:
+    """Options of the commands with a job."""
+
+    text: Annotated[Sequence[str], _job("COLUMN", "Text column, in place of data.text; repeatable: texts are joined.")]
+    text_pair: Annotated[
+        Sequence[str], _job("COLUMN", "Second text of a pair, in place of data.text_pair; repeatable.")
+    ]
+    inputs: Annotated[Mapping[str, str], _job("NAME=COLUMN", "Column of another input, as in data.inputs; repeatable.")]
+    set: Annotated[Sequence[str], _job("KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")]
+    processes: Annotated[int, _execution("N", "Number of ranks (default: 1).", min=1)]
 
 
-_general = _group("General")
-_execution = _group("Execution")
-_job = _group("Job")
-_tracking = _group("Tracking")
-_search = _group("Search")
-_hardware = _group("Hardware")
-_input = _group("Input")
-_output = _group("Output")
-_text = _group("Text generation")
-_selection = _group("Selection")
-_demo = _group("Demo")
+class Train(Job):
+    """Options of `train`."""
 
-# Declared for the parser and the help; `main.py` reads these flags before parsing, because usage errors are JSON too.
-Json = Annotated[bool, _general("--json", None, "Print one JSON object to standard output.")]
-Quiet = Annotated[bool, _general("--quiet", None, "Show errors and results only.")]
-Verbose = Annotated[bool, _general("--verbose", None, "Show debug messages and tracebacks.")]
+    run: Annotated[
+        str,
+        _job("FOLDER", "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job."),
+    ]
+    folds: Annotated[
+        int,
+        _job("N", "Train N times, each time validating on another part of the rows; mean and deviation.", min=2),
+    ]
+    mlflow: Annotated[str, _tracking("STORE", "Also log to MLflow: sqlite:///FILE or a folder.")]
+    wandb: Annotated[str, _tracking("PROJECT", "Also log to Weights & Biases; WANDB_MODE=offline: in the run folder.")]
+    tensorboard: Annotated[bool, _tracking(None, "Also write event files to tensorboard/ in the run folder.")]
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder written by train.")]
-Job = Annotated[str, typer.Argument(metavar="JOB.yaml", help="Job file.")]
-OptionalJob = Annotated[
-    str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
-]
 
-InputOrLines = Annotated[
-    str,
-    typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL; -: lines of standard input."),
-]
-OptionalOutput = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table (default with -: printed)."
-    ),
-]
+class Tune(Job):
+    """Options of `tune`."""
 
-# init
-InitText = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: guessed).")]
-InitPair = Annotated[
-    str | None, _input("--text-pair", "COLUMN", "Second text of a pair (default: guessed by its name).")
-]
-InitLabel = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: guessed).")]
-InitModel = Annotated[
-    str | None, _job("--model", "MODEL", "Model to fine-tune: a folder, or a name on the Hub (default: roberta-base).")
-]
-JobOutput = Annotated[str, _output("--output", "FILE", "Job file to write (default: job.yaml).")]
-Force = Annotated[bool, _output("--force", None, "Replace an existing file.")]
+    space: Annotated[str, _search("FILE", "Search space: a range or a list of choices per setting.")]
+    trials: Annotated[int, _search("N", "Total number of trials, with those of earlier calls.", min=1)]
+    run: Annotated[str, _job("FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")]
+    seed: Annotated[int, _search("N", "Random seed of the suggested settings (default: 0).", min=0)]
+    no_prune: Annotated[bool, _search(None, "Train every trial to its end, however it compares.")]
 
-# execution
-EngineName = Annotated[
-    str | None, _execution("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).")
-]
-Processes = Annotated[
-    int | None, _execution("--processes", "N", "Number of processes (default: chosen by the engine).", min=1)
-]
-Ranks = Annotated[int | None, _execution("--processes", "N", "Number of ranks (default: 1).", min=1)]
-GpusPerProcess = Annotated[int, _execution("--gpus-per-process", "N", "GPUs of each rank (default: 0).", min=0)]
-ModelGpus = Annotated[
-    int | None,
-    _execution(
-        "--gpus-per-process",
-        "N",
-        "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).",
-        min=1,
-    ),
-]
-EngineSettings = Annotated[
-    list[str] | None,
-    _execution("--set", "KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable."),
-]
-TaskName = Annotated[
-    str | None,
-    _execution("--task", "NAME", f"Task of a folder without task.json: {_names('tasks')} (default: that of its head)."),
-]
-TaskOptions = Annotated[
-    list[str] | None,
-    _execution(
-        "--task-option",
-        "NAME=VALUE",
-        "Option of the task, such as candidate_labels=[good,bad], in place of the model's; repeatable.",
-    ),
-]
-RuntimeName = Annotated[
-    str | None,
-    _execution(
-        "--runtime",
-        "NAME",
-        f"Inference runtime: {_names('runtimes')} (default: varlen or eager, or the choice of optimize).",
-    ),
-]
-BatchTokens = Annotated[
-    int | None, _execution("--batch-tokens", "N", "Maximum tokens of a batch, with padding.", min=1)
-]
-ChunkRows = Annotated[
-    int | None, _execution("--chunk-rows", "N", "Rows of a chunk (default: depends on the table's size).", min=1)
-]
-RowTimeout = Annotated[
-    float | None, _execution("--row-timeout", "SECONDS", "Time limit of a forward pass (default: 600).")
-]
 
-# job and run
-JobText = Annotated[
-    list[str] | None, _job("--text", "COLUMN", "Text column, in place of data.text; repeatable: texts are joined.")
-]
-JobPair = Annotated[
-    list[str] | None, _job("--text-pair", "COLUMN", "Second text of a pair, in place of data.text_pair; repeatable.")
-]
-JobInputs = Annotated[
-    list[str] | None, _job("--inputs", "NAME=COLUMN", "Column of another input, as in data.inputs; repeatable.")
-]
-Settings = Annotated[
-    list[str] | None, _job("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")
-]
-RunFolder = Annotated[
-    str | None,
-    _job(
-        "--run",
-        "FOLDER",
-        "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job.",
-    ),
-]
-FoldsNumber = Annotated[
-    int | None,
-    _job("--folds", "N", "Train N times, each time validating on another part of the rows; mean and deviation.", min=2),
-]
-TuningFolder = Annotated[
-    str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
-]
-Mlflow = Annotated[str | None, _tracking("--mlflow", "STORE", "Also log to MLflow: sqlite:///FILE or a folder.")]
-Wandb = Annotated[
-    str | None, _tracking("--wandb", "PROJECT", "Also log to Weights & Biases; WANDB_MODE=offline: in the run folder.")
-]
-TensorBoard = Annotated[
-    bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
-]
-Space = Annotated[str, _search("--space", "FILE", "Search space: a range or a list of choices per setting.")]
-TuningSeed = Annotated[int, _search("--seed", "N", "Random seed of the suggested settings (default: 0).", min=0)]
-NoPrune = Annotated[bool, _search("--no-prune", None, "Train every trial to its end, however it compares.")]
-Trials = Annotated[int, _search("--trials", "N", "Total number of trials, with those of earlier calls.", min=1)]
+class Plan(Job):
+    """Options of `plan`."""
 
-# plan
-GpuMemory = Annotated[
-    str | None, _hardware("--gpu-memory", "SIZE", "Memory of each rank's GPU, such as 80GB or 80GiB.")
-]
-Flops = Annotated[
-    str | None, _hardware("--flops", "RATE", "Operations per second of a rank in training, such as 120T.")
-]
-Bandwidth = Annotated[str | None, _hardware("--bandwidth", "RATE", "Bytes per second between ranks, such as 12.5GB.")]
-Latency = Annotated[float | None, _hardware("--latency", "SECONDS", "Latency of a message between ranks.")]
-SampleRows = Annotated[int | None, _input("--sample-rows", "N", "Rows of the table to sample (default: 2000).", min=1)]
+    sample_rows: Annotated[int, _input("N", "Rows of the table to sample (default: 2000).", min=1)]
+    gpu_memory: Annotated[str, _hardware("SIZE", "Memory of each rank's GPU, such as 80GB or 80GiB.")]
+    flops: Annotated[str, _hardware("RATE", "Operations per second of a rank in training, such as 120T.")]
+    bandwidth: Annotated[str, _hardware("RATE", "Bytes per second between ranks, such as 12.5GB.")]
+    latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
 
-# input
-Text = Annotated[
-    list[str] | None, _input("--text", "COLUMN", "Text column (default: as in training); repeatable: texts are joined.")
-]
-TextPair = Annotated[
-    list[str] | None, _input("--text-pair", "COLUMN", "Column of the second text of a pair; repeatable.")
-]
-Inputs = Annotated[
-    list[str] | None, _input("--inputs", "NAME=COLUMN", "Column of another input of the task; repeatable.")
-]
-Label = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: as in training).")]
-Null = Annotated[
-    Literal["error", "score"] | None,
-    _input("--null", "error|score", "Rows without text: report an error, or score as empty (default: error)."),
-]
-MoreInput = Annotated[
-    list[str] | None,
-    _input("--input", "TABLE", "Further table; repeatable."),
-]
-Where = Annotated[
-    str | None,
-    _input("--where", "CONDITION", 'Read only such rows, as in "stars >= 3".'),
-]
-SampleShare = Annotated[float | None, _input("--sample", "SHARE", "Read this share of the rows.")]
-Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
-SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
-Csv = Annotated[
-    list[str] | None, _input("--csv", "KEY=VALUE", "Delimiter, quote or encoding of CSV files; repeatable.")
-]
-OnBadFile = Annotated[
-    Literal["error", "quarantine"] | None,
-    _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),
-]
-AcceptNewInput = Annotated[
-    bool, _input("--accept-new-input", None, "Score only the files that are new or have changed.")
-]
-AcceptRemovedInput = Annotated[
-    bool, _input("--accept-removed-input", None, "Drop the rows of files that are gone from the input.")
-]
-Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labels are optional.")]
 
-# rank
-Query = Annotated[str | None, _input("--query", "COLUMN", "Column of queries (default: the first text of a pair).")]
-Document = Annotated[
-    str | None, _input("--document", "COLUMN", "Column of documents (default: the second text of a pair).")
-]
-Relevant = Annotated[
-    str | None, _input("--relevant", "CLASS", "Class whose probability is the score (default: the second of two).")
-]
+class Predict:
+    """Options of `predict`."""
 
-# output
-Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]
-Columns = Annotated[
-    list[str] | None, _output("--columns", "A,B", "Additional input columns to copy to the output; repeatable.")
-]
-AllProbabilities = Annotated[
-    bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
-]
-Embedding = Annotated[
-    str | None,
-    _output(
-        "--embedding", "float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."
-    ),
-]
-Prefix = Annotated[str | None, _output("--prefix", "TEXT", "Prefix for the names of prediction columns.")]
-MaxErrorRate = Annotated[
-    float | None,
-    _output(
-        "--max-error-rate", "SHARE", "Stop if more than this share of rows fails, 0 to 1 (default: 0.5).", min=0, max=1
-    ),
-]
-Overwrite = Annotated[bool, _output("--overwrite", None, "Replace the output of another job.")]
-Format = Annotated[
-    Literal["parquet", "delta", "iceberg"] | None,
-    _output("--format", "parquet|delta|iceberg", "Format of a new output (default: parquet)."),
-]
-WriteMode = Annotated[
-    Literal["create", "append", "overwrite", "replace-where"] | None,
-    _output(
-        "--mode",
-        "MODE",
-        "Rows that a table has: create (there are none), append, overwrite, or replace-where (those with the same "
-        "--key) (default: create).",
-    ),
-]
-Incremental = Annotated[bool, _output("--incremental", None, "Score what is new since the last call, and add it.")]
-PartitionBy = Annotated[list[str] | None, _output("--partition-by", "A,B", "Partition columns of a new table.")]
-AddColumns = Annotated[bool, _output("--add-columns", None, "Add columns that the table lacks.")]
-TargetFileSize = Annotated[
-    str | None, _output("--target-file-size", "SIZE", "Write files of about this size, such as 256MiB.")
-]
+    seed: Annotated[int, _text("N", "Random seed for sampling, also of --sample (default: 0).", min=0)]
+    profile: Annotated[bool, _execution(None, "Show the seconds of each step since the start.")]
 
-Profile = Annotated[bool, _execution("--profile", None, "Show the seconds of each step since the start.")]
 
-# text generation
-MaxNewTokens = Annotated[
-    int | None, _text("--max-new-tokens", "N", "Maximum tokens of each answer (default: 64).", min=1)
-]
-Temperature = Annotated[
-    float | None, _text("--temperature", "T", "Sampling temperature; 0 = greedy (default: 0).", min=0)
-]
-TopK = Annotated[int | None, _text("--top-k", "N", "Sample from the N most likely tokens.", min=1)]
-TopP = Annotated[
-    float | None, _text("--top-p", "P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
-]
-Stop = Annotated[list[str] | None, _text("--stop", "TEXT", "End an answer before this text; repeatable.")]
-Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling, also of --sample (default: 0).", min=0)]
-Chat = Annotated[bool, _text("--chat", None, "Texts are conversations: JSON lists of {role, content}.")]
+class Rank:
+    """Options of `rank`."""
 
-# optimize
-MaxDrop = Annotated[
-    float | None, _selection("--max-drop", "SHARE", "Maximum loss of accuracy (default: 0.005).", min=0, max=1)
-]
-MinAgreement = Annotated[
-    float | None,
-    _selection(
-        "--min-agreement", "SHARE", "Minimum share of rows with the same label as eager (default: 0.99).", min=0, max=1
-    ),
-]
-Budget = Annotated[str | None, _selection("--budget", "TIME", "Time for all measurements (default: 5min).")]
-Runtimes = Annotated[
-    list[str] | None,
-    _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run); repeatable."),
-]
-SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
+    query: Annotated[str, _input("COLUMN", "Column of queries (default: the first text of a pair).")]
+    document: Annotated[str, _input("COLUMN", "Column of documents (default: the second text of a pair).")]
+    relevant: Annotated[str, _input("CLASS", "Class whose probability is the score (default: the second of two).")]
 
-# export
-ExportFormat = Annotated[
-    Literal["onnx", "openvino", "sentence-transformers"],
-    _output("--format", "FORMAT", "Layout: onnx, openvino or sentence-transformers."),
-]
-Pooling = Annotated[
-    Literal["mean", "cls", "max", "lasttoken"] | None,
-    _output(
-        "--pooling", "MODE", "From token states to one vector: mean, cls, max or lasttoken (default: the model's own)."
-    ),
-]
 
-# demo
-Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]
-Rows = Annotated[int, _demo("--rows", "N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
+class Optimize:
+    """Options of `optimize`."""
+
+    sample: Annotated[str, _input("TABLE", "Table of typical rows; labels are optional.")]
+    max_drop: Annotated[float, _selection("SHARE", "Maximum loss of accuracy (default: 0.005).", min=0, max=1)]
+    min_agreement: Annotated[
+        float,
+        _selection("SHARE", "Minimum share of rows with the same label as eager (default: 0.99).", min=0, max=1),
+    ]
+    budget: Annotated[str, _selection("TIME", "Time for all measurements (default: 5min).")]
+    runtimes: Annotated[
+        Sequence[str],
+        _selection("A,B", f"Runtimes to try: {RUNTIMES} (default: all that can run); repeatable."),
+    ]
+    rows: Annotated[int, _selection("N", "Rows of the table to measure on (default: 1000).", min=1)]
+
+
+class Launch:
+    """Options of `launch`."""
+
+    processes: Annotated[int, _execution("N", "Number of ranks (default: 1).", min=1)]
+    gpus_per_process: Annotated[int, _execution("N", "GPUs of each rank (default: 0).", min=0)]
+
+
+class Export:
+    """Options of `export`."""
+
+    format: Annotated[
+        Literal["onnx", "openvino", "sentence-transformers"],
+        _output("FORMAT", "Layout: onnx, openvino or sentence-transformers."),
+    ]
+    pooling: Annotated[
+        Literal["mean", "cls", "max", "lasttoken"],
+        _output("MODE", "From token states to one vector: mean, cls, max or lasttoken (default: the model's own)."),
+    ]
+
+
+class Demo:
+    """Options of `demo`."""
+
+    folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
+    rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
+
+
+def parameters(names: str, own: type) -> Iterator[inspect.Parameter]:
+    """Return a parameter for each of the names, as typer reads it; a name that ends with "!" is required."""
+    known = {name: kind for each in (PredictOptions, Shared, own) for name, kind in _declared(each).items()}
+    for word in names.split():
+        name = word.removesuffix("!")
+        kind, option = get_args(known[name])
+        flag = option.flag or f"--{name.replace('_', '-')}"
+        about = typer.Option(
+            flag, metavar=option.value, help=option.help, rich_help_panel=option.group, min=option.min, max=option.max
+        )
+        wanted = _parsed(kind)
+        default: Any = False if wanted is bool else inspect.Parameter.empty if word.endswith("!") else None
+        if default is None:
+            wanted |= None
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, about]
+        )
+
+
+@cache
+def _declared(group: type) -> dict[str, Any]:
+    return {
+        name: kind for name, kind in get_type_hints(group, include_extras=True).items() if get_origin(kind) is Annotated
+    }
+
+
+def _parsed(kind: Any) -> Any:
+    """Return the type that typer parses for a Python type: a list for several values or pairs, else one value."""
+    kinds = [one for one in types_of(kind) if one is not NoneType]
+    if any(get_origin(one) not in (None, Literal) for one in kinds):
+        return list[str]
+    return str if len(kinds) > 1 or kinds[0] is Any else kinds[0]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options of a command that were given, by name; for the others the defaults of the Python function apply."""
+
+    values: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of an option; None if it was not given."""
+        return self.values.get(name)
+
+    def some(self, names: str) -> dict[str, Any]:
+        """Return those of the named options that were given."""
+        return {name: self.values[name] for name in names.split() if name in self.values}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a Python function on tables, besides its engine."""
+        return {name: value for name, value in self.values.items() if name not in OF_COMMANDS}
+
+    @property
+    def as_json(self) -> bool:
+        """Whether the result is printed as JSON."""
+        return "json" in self.values
+
+    @property
+    def engine(self) -> "Engine | None":
+        """The engine of --engine, --processes and --set; None: the default of the Python function."""
+        return make_engine(self["engine"], self["processes"], self["set"], as_json=self.as_json)
+
+    @property
+    def settings(self) -> list[str]:
+        """The overrides of a job: those of --set, and the options that stand for settings."""
+        columns = self.some("text text_pair")
+        columns |= {f"inputs.{name}": column for name, column in (self["inputs"] or {}).items()}
+        sections = {"data": columns | self.some("where sample limit"), "track": self.some("mlflow wandb tensorboard")}
+        return [*(self["set"] or ())] + [
+            f"{section}.{name}={json.dumps(value)}"
+            for section, values in sections.items()
+            for name, value in values.items()
+        ]
+
+    def tables(self, first: str) -> str | list[str]:
+        """Return the table of a command, with those of --input."""
+        return [first, *self["input"]] if self["input"] else first
+
+
+def as_given(parsed: Mapping[str, Any]) -> Given:
+    """Return the options that were given, with the values that Python functions take. Raises UsageError."""
+    given = {name: value for name, value in parsed.items() if value is not None and value is not False and value != []}
+    if "csv" in given:
+        given["csv"] = dict(_pair("--csv", text, "delimiter=;") for text in given["csv"])
+    if "inputs" in given:
+        named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
+        given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
+    given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
+    if "task_options" in given:
+        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
+    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    return Given(given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists})
+
+
+def _one_or_all(columns: list[str]) -> str | list[str]:
+    return columns[0] if len(columns) == 1 else columns
+
+
+def _pair(option: str, text: str, example: str) -> tuple[str, str]:
+    """Return the key and the value of an option."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
+    return key, value
+
+
+def _task_option(text: str) -> tuple[str, Any]:
+    """Return the name and the value, written as in YAML, of `--task-option`."""
+    name, equals, value = text.partition("=")
+    try:
+        if equals:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")

@@ -2,10 +2,11 @@
 
 import numbers
 from collections.abc import Mapping
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from torchlake.config.messages import TEXT, expected, one_of
+from torchlake.config.options import types_of
 from torchlake.errors import UsageError
 
 WORDS: dict[type, tuple[str, type]] = {
@@ -29,7 +30,7 @@ def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) ->
 
 
 def _problem(value: Any, annotation: Any) -> str | None:
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = types_of(annotation)
     if value is None and NoneType in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not NoneType]

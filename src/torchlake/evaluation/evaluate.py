@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
+from torchlake.config.options import ReadArguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
 from torchlake.engines import Engine, as_engine
@@ -45,7 +46,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
-from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_options
+from torchlake.tables.sources._options import ReadOptions, read_options
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input

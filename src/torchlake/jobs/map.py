@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import pyarrow as pa
 
+from torchlake.config.options import JobArguments
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
@@ -22,7 +23,7 @@ from torchlake.errors import UsageError
 from torchlake.jobs.code_identity import check_takes_nothing, code_identity, function_name
 from torchlake.jobs.job import Job, open_input, plan_input, run_job, shown_outcome, workspace_of
 from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
-from torchlake.jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.outputs.find import Output, Write, output_of
 from torchlake.outputs.staging.spool import spooled
 from torchlake.tables.plan import Chunk, chunk_label

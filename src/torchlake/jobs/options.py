@@ -1,39 +1,17 @@
 """Check the options of input and output that every chunk job of the Python API has. None of them changes a row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from torchlake.config.arguments import check_arguments
+from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
-from torchlake.outputs.target import Mode, SinkOptions, sink_options
-from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
+from torchlake.outputs.target import SinkOptions, sink_options
+from torchlake.tables.sources._options import ReadOptions, read_options
 
 MAX_TIMEOUT_S = 1_000_000
-
-
-class JobArguments(TypedDict, total=False):
-    """The options of input and output; `predict` documents them."""
-
-    row_timeout_s: float
-    max_error_rate: float
-    chunk_rows: int | None
-    overwrite: bool
-    accept_new_input: bool
-    accept_removed_input: bool
-    on_bad_file: Literal["error", "quarantine"]
-    format: Literal["parquet", "delta", "iceberg"] | None
-    mode: Mode
-    partition_by: str | Sequence[str]
-    add_columns: bool
-    target_file_size: int | str | None
-    incremental: bool
-    csv: Mapping[str, str] | None
-    where: str | None
-    sample: float | None
-    limit: int | None
-    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +34,7 @@ class OutputOptions:
 def output_options(given: Mapping[str, Any]) -> OutputOptions:
     """Return the options of input and output among the arguments of a function."""
     names = {one.name for one in fields(OutputOptions)}
-    read = read_options({name: value for name, value in given.items() if name in READ_ARGUMENTS})
+    read = read_options({name: value for name, value in given.items() if name in ReadArguments.__annotations__})
     options = {name: value for name, value in given.items() if name in names}
     sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
     if options.get("overwrite") and sink.mode not in ("create", "overwrite"):

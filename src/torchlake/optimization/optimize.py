@@ -25,6 +25,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
+from torchlake.config.options import FilterArguments
 from torchlake.config.types import parse_seconds
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine
@@ -50,7 +51,7 @@ from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
-from torchlake.tables.sources._options import FilterArguments, read_options
+from torchlake.tables.sources._options import read_options
 from torchlake.tables.sources.frames import is_frame
 from torchlake.tables.sources.streams import Input
 from torchlake.tasks import Task

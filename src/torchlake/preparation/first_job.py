@@ -16,6 +16,7 @@ import yaml
 
 from torchlake import atomic_io, plugins
 from torchlake.config.job import load_job
+from torchlake.config.options import ReadArguments
 from torchlake.config.schema import job_schema
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
@@ -26,7 +27,7 @@ from torchlake.preparation.columns import Column, choose_label, choose_texts, de
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._find import pinned
-from torchlake.tables.sources._options import ReadArguments, read_options
+from torchlake.tables.sources._options import read_options
 from torchlake.tables.table import delimiter_hint, open_table
 
 TASK = "text_classification"

@@ -16,11 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.options import GenerationArguments
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine
@@ -146,17 +147,6 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-class GenerationArguments(TypedDict, total=False):
-    """The options of text generation; `predict` documents them."""
-
-    max_new_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    stop: str | Sequence[str] | None
-    seed: int | None
 
 
 def load(

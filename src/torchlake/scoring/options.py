@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
-from torchlake.jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options
@@ -36,31 +37,7 @@ from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import check_columns
 
-FORMS = ("float32", "int8", "binary")
-"The forms of vectors."
-
 log = logging.getLogger(__name__)
-
-
-class PredictOptions(JobArguments, total=False):
-    """The options of `predict` besides columns, runtime and engine; documented there."""
-
-    task: Any
-    task_options: Mapping[str, Any]
-    text_pair: str | Sequence[str]
-    inputs: Mapping[str, str | Sequence[str]]
-    all_probabilities: bool
-    embedding: Literal["float32", "int8", "binary"]
-    prefix: str
-    null: Literal["error", "score"]
-    batch_tokens: int | None
-    gpus_per_process: int
-    max_new_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    stop: str | Sequence[str] | None
-    chat: bool
 
 
 def split_options(

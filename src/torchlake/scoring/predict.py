@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 from torchlake import plugins
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
@@ -38,7 +39,6 @@ from torchlake.processes.hardware import gpus
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
-    PredictOptions,
     check_devices,
     checked_input,
     fingerprint_of,

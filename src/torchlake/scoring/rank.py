@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -27,7 +28,7 @@ from torchlake.jobs.options import output_options
 from torchlake.models import folders
 from torchlake.outputs.find import Write, output_of
 from torchlake.outputs.parts import Part
-from torchlake.scoring.options import PredictOptions, known_spec, refuse_collisions
+from torchlake.scoring.options import known_spec, refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -94,18 +94,16 @@ def test_command_line_file_and_python_use_the_same_words(tmp_path: Path, capfd: 
 
 def wrong_arguments() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
     """The public functions with each argument that is a number, a switch, a text or one of some words."""
+    from torchlake.config.options import GenerationArguments, PredictOptions, ReadArguments
     from torchlake.jobs.map import MapOptions
     from torchlake.optimization.optimize import OptimizeOptions
-    from torchlake.scoring.in_process import GenerationArguments
-    from torchlake.scoring.options import PredictOptions
-    from torchlake.tables.sources._options import ReadArguments
 
     options: dict[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]] = {
-        tl.predict: (("m", "t", "o"), PredictOptions.__annotations__),
-        tl.map: ((lambda: None, "t", "o"), MapOptions.__annotations__),
-        tl.evaluate: (("m", "t"), ReadArguments.__annotations__),
-        tl.load: (("m",), GenerationArguments.__annotations__),
-        tl.optimize: (("m", "t"), OptimizeOptions.__annotations__),
+        tl.predict: (("m", "t", "o"), get_type_hints(PredictOptions)),
+        tl.map: ((lambda: None, "t", "o"), get_type_hints(MapOptions)),
+        tl.evaluate: (("m", "t"), get_type_hints(ReadArguments)),
+        tl.load: (("m",), get_type_hints(GenerationArguments)),
+        tl.optimize: (("m", "t"), get_type_hints(OptimizeOptions)),
         tl.plan: ((), {}),
     }
     for function, (given, more) in options.items():

@@ -1,30 +1,12 @@
-"""How a stored table is read: the arguments that every function on stored tables accepts."""
+"""How a stored table is read: the checked values of `ReadArguments`, which every function on stored tables accepts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any
 
 from torchlake.errors import UsageError
 from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.selection.options import Selection
-
-
-class FilterArguments(TypedDict, total=False):
-    """The arguments of a function that draws its own sample."""
-
-    where: str | None
-    limit: int | None
-    csv: Mapping[str, str] | None
-
-
-class ReadArguments(FilterArguments, total=False):
-    """The arguments of the other functions; `predict` documents them."""
-
-    sample: float | None
-    seed: int | None
-
-
-READ_ARGUMENTS = frozenset(ReadArguments.__annotations__) | frozenset(FilterArguments.__annotations__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +33,10 @@ def read_options(given: Mapping[str, Any]) -> ReadOptions:
 
     Raises TypeError for an unknown argument, as a function does, and UsageError for a value out of range.
     """
-    unknown = sorted(given.keys() - READ_ARGUMENTS)
+    names = {one.name for one in fields(Selection)}
+    unknown = sorted(given.keys() - names - {"csv"})
     if unknown:
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-    names = {one.name for one in fields(Selection)}
     selection = {name: value for name, value in given.items() if name in names and value is not None}
     return ReadOptions(selection=Selection(**selection), csv=dialect(given.get("csv") or {}))
 

@@ -1,0 +1,154 @@
+"""The options of jobs over tables, declared once: a name, a Python type, and how the command line shows it.
+
+    where: Annotated[str | None, given("CONDITION", 'Read only such rows, as in "stars >= 3".')]
+
+Functions take them as keywords (`**options: Unpack[PredictOptions]`), so type checkers and editors know them.
+`config/arguments.py` checks values by the same types, and `cli/options.py` makes the command line's options from these
+fields: `--where CONDITION`, with that help. The prose of the Python functions is in `predict`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import UnionType
+from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
+
+from torchlake import plugins
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line shows an option."""
+
+    group: str
+    "The heading above it in the help."
+    value: str | None
+    "What is given, such as N; None: a switch."
+    help: str
+    flag: str | None = None
+    "None: the name with hyphens."
+    min: float | None = None
+    max: float | None = None
+
+
+_input = partial(Option, "Input")
+_output = partial(Option, "Output")
+_execution = partial(Option, "Execution")
+_text = partial(Option, "Text generation")
+
+
+class FilterArguments(TypedDict, total=False):
+    """The arguments of a function that draws its own sample."""
+
+    where: Annotated[str | None, _input("CONDITION", 'Read only such rows, as in "stars >= 3".')]
+    limit: Annotated[int | None, _input("N", "Read at most N rows.", min=1)]
+    csv: Annotated[
+        Mapping[str, str] | None, _input("KEY=VALUE", "Delimiter, quote or encoding of CSV files; repeatable.")
+    ]
+
+
+class ReadArguments(FilterArguments, total=False):
+    """The arguments of the other functions that read stored tables."""
+
+    sample: Annotated[float | None, _input("SHARE", "Read this share of the rows.")]
+    seed: Annotated[int | None, _input("N", "Random seed of --sample (default: 0).", min=0)]
+
+
+class JobArguments(ReadArguments, total=False):
+    """The options of input and output of every job that writes a table."""
+
+    on_bad_file: Annotated[
+        Literal["error", "quarantine"],
+        _input("error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),
+    ]
+    accept_new_input: Annotated[bool, _input(None, "Score only the files that are new or have changed.")]
+    accept_removed_input: Annotated[bool, _input(None, "Drop the rows of files that are gone from the input.")]
+    max_error_rate: Annotated[
+        float, _output("SHARE", "Stop if more than this share of rows fails, 0 to 1 (default: 0.5).", min=0, max=1)
+    ]
+    overwrite: Annotated[bool, _output(None, "Replace the output of another job.")]
+    format: Annotated[
+        Literal["parquet", "delta", "iceberg"] | None,
+        _output("parquet|delta|iceberg", "Format of a new output (default: parquet)."),
+    ]
+    mode: Annotated[
+        Literal["create", "append", "overwrite", "replace-where"],
+        _output(
+            "MODE",
+            "Rows that a table has: create (there are none), append, overwrite, or replace-where (those with the same "
+            "--key) (default: create).",
+        ),
+    ]
+    incremental: Annotated[bool, _output(None, "Score what is new since the last call, and add it.")]
+    partition_by: Annotated[str | Sequence[str], _output("A,B", "Partition columns of a new table.")]
+    add_columns: Annotated[bool, _output(None, "Add columns that the table lacks.")]
+    target_file_size: Annotated[int | str | None, _output("SIZE", "Write files of about this size, such as 256MiB.")]
+    chunk_rows: Annotated[int | None, _execution("N", "Rows of a chunk (default: depends on the table's size).", min=1)]
+    row_timeout_s: Annotated[
+        float, _execution("SECONDS", "Time limit of a forward pass (default: 600).", "--row-timeout")
+    ]
+
+
+class SamplingArguments(TypedDict, total=False):
+    """The options of text generation besides its seed."""
+
+    max_new_tokens: Annotated[int | None, _text("N", "Maximum tokens of each answer (default: 64).", min=1)]
+    temperature: Annotated[float | None, _text("T", "Sampling temperature; 0 = greedy (default: 0).", min=0)]
+    top_k: Annotated[int | None, _text("N", "Sample from the N most likely tokens.", min=1)]
+    top_p: Annotated[
+        float | None, _text("P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
+    ]
+    stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
+
+
+class GenerationArguments(SamplingArguments, total=False):
+    """The options of text generation; `predict` documents them."""
+
+    seed: int | None
+
+
+class PredictOptions(JobArguments, SamplingArguments, total=False):
+    """The options of `predict` besides columns, runtime and engine; documented there."""
+
+    task: Annotated[
+        Any,
+        _execution(
+            "NAME",
+            f"Task of a folder without task.json: {', '.join(plugins.names('tasks'))} (default: that of its head).",
+        ),
+    ]
+    task_options: Annotated[
+        Mapping[str, Any],
+        _execution(
+            "NAME=VALUE",
+            "Option of the task, such as candidate_labels=[good,bad], in place of the model's; repeatable.",
+            "--task-option",
+        ),
+    ]
+    text_pair: Annotated[str | Sequence[str], _input("COLUMN", "Column of the second text of a pair; repeatable.")]
+    inputs: Annotated[
+        Mapping[str, str | Sequence[str]], _input("NAME=COLUMN", "Column of another input of the task; repeatable.")
+    ]
+    null: Annotated[
+        Literal["error", "score"],
+        _input("error|score", "Rows without text: report an error, or score as empty (default: error)."),
+    ]
+    all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
+    embedding: Annotated[
+        Literal["float32", "int8", "binary"],
+        _output("float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."),
+    ]
+    prefix: Annotated[str, _output("TEXT", "Prefix for the names of prediction columns.")]
+    batch_tokens: Annotated[int | None, _execution("N", "Maximum tokens of a batch, with padding.", min=1)]
+    gpus_per_process: Annotated[
+        int,
+        _execution("N", "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).", min=1),
+    ]
+    chat: Annotated[bool, _text(None, "Texts are conversations: JSON lists of {role, content}.")]
+
+
+def types_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a value may have: the members of a union, without metadata."""
+    if get_origin(annotation) is Annotated:
+        return types_of(get_args(annotation)[0])
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
