@@ -53,8 +53,9 @@ docs-serve: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt zensical
 	$(BIN)/zensical serve
 
-# The pages of docs/reference that are written from the code.
+# The pages of docs/reference and the types of Python arguments that are written from the code.
 reference: $(STAMP)
+	$(BIN)/python tools/arguments.py
 	$(BIN)/python tools/reference.py
 
 # The outputs that are stored in notebooks/laptop.ipynb.

@@ -1,7 +1,7 @@
-"""The types of a job's sections as mappings, as Python callers pass them.
+"""The types of a job's sections as mappings, as Python callers pass them; written by tools/arguments.py.
 
-A type checker and an editor know from these the keys of `train(data={...}, train={...})`. They have the fields of the
-models in `config/sections/`, which check the values and describe each field; a test compares the two.
+A type checker and an editor know from these the keys of `train(data={...}, train={...})`. The models in
+`config/sections/` check the values and describe each field: change these and run `make reference`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ from torchlake.tables.sources.streams import Input
 
 
 class FractionSection(TypedDict):
-    """A share of the training rows."""
+    """A share of the training rows, selected by the seed."""
 
     fraction: float
 
 
 class FoldSection(TypedDict):
-    """One of several equal parts of the training rows."""
+    """One of several equal parts of the training rows, divided by the seed; the other parts are trained on."""
 
-    fold: int
     folds: int
+    fold: int
 
 
 class CsvSection(TypedDict, total=False):
-    """The mapping `data.csv`."""
+    """How CSV files are written."""
 
     delimiter: str | None
     quote: str
@@ -38,7 +38,7 @@ class CsvSection(TypedDict, total=False):
 
 
 class DataSection(TypedDict, total=False):
-    """The section `data`. `train` and `validation` may also be frames."""
+    """The training and validation tables, and their columns."""
 
     train: Input
     validation: Input | FractionSection | FoldSection | None
@@ -59,7 +59,7 @@ class DataSection(TypedDict, total=False):
 
 
 class LoraSection(TypedDict, total=False):
-    """The mapping `model.lora`."""
+    """Low-rank adaptation (Hu et al. 2021): W x + alpha / rank B A x, where only A and B are trained."""
 
     rank: int
     alpha: int
@@ -68,7 +68,7 @@ class LoraSection(TypedDict, total=False):
 
 
 class ModelSection(TypedDict, total=False):
-    """The section `model`."""
+    """The model to fine-tune, and its task."""
 
     base: str | Path | None
     task: str
@@ -80,14 +80,14 @@ class ModelSection(TypedDict, total=False):
 
 
 class DdpSection(TypedDict, total=False):
-    """The mapping `train.ddp`."""
+    """Options of `strategy: ddp`."""
 
     bucket_mib: float
     compress: Literal["none", "fp16", "bf16"]
 
 
 class FsdpSection(TypedDict, total=False):
-    """The mapping `train.fsdp`."""
+    """Options of `strategy: fsdp`."""
 
     reshard: bool
     shard_ranks: int | None
@@ -96,7 +96,7 @@ class FsdpSection(TypedDict, total=False):
 
 
 class DeepSpeedSection(TypedDict, total=False):
-    """The mapping `train.deepspeed`."""
+    """Options of `strategy: deepspeed`."""
 
     stage: Literal[1, 2, 3]
     offload_optimizer: bool
@@ -105,7 +105,7 @@ class DeepSpeedSection(TypedDict, total=False):
 
 
 class TrainSection(TypedDict, total=False):
-    """The section `train`."""
+    """The settings of a training run."""
 
     epochs: int
     batch_size: int
@@ -148,7 +148,7 @@ class TrainSection(TypedDict, total=False):
 
 
 class TrackSection(TypedDict, total=False):
-    """The section `track`."""
+    """Where parameters and metrics are logged besides metrics.jsonl."""
 
     mlflow: str | Path | None
     wandb: str | None

@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -19,7 +18,6 @@ from torchlake.config.job import SECTIONS, Job, load_job
 from torchlake.config.schema import job_schema
 from torchlake.config.yaml import read_yaml
 from torchlake.errors import TorchlakeError
-from torchlake.runs import arguments
 
 ROOT = Path(__file__).parents[3]
 GOOD: dict[str, Any] = {"data": {"train": "reviews.parquet"}, "model": {"base": "encoder"}}
@@ -223,29 +221,3 @@ def test_a_text_is_no_boolean(compile_: str) -> None:
     assert load_job(None, [f"train.compile={compile_}"], **GOOD).train.compile is (compile_ == "true")
     with pytest.raises(TorchlakeError, match=r"train\.compile: expected true or false, got 'true'"):
         load_job(None, ['train.compile="true"'], **GOOD)
-
-
-def section_types() -> Iterator[tuple[type[BaseModel], Any]]:
-    """Each model of a job, and the TypedDict with which its values are given in Python."""
-    for hint in get_type_hints(arguments.Sections).values():
-        yield from pairs(hint)
-
-
-def pairs(hint: Any) -> Iterator[tuple[type[BaseModel], Any]]:
-    if get_origin(hint) not in (Union, UnionType):
-        return
-    parts = get_args(hint)
-    model = next((one for one in parts if isinstance(one, type) and issubclass(one, BaseModel)), None)
-    section = next((one for one in parts if hasattr(one, "__total__")), None)
-    if model is not None and section is not None:
-        yield model, section
-        for inner in get_type_hints(section).values():
-            yield from pairs(inner)
-
-
-def test_the_types_of_python_arguments_have_the_keys_of_the_models() -> None:
-    found = list(section_types())
-    assert len(found) >= 8
-    for model, section in found:
-        assert list(get_type_hints(section)) == list(model.model_fields), section
-    assert set(get_type_hints(arguments.Sections)) == SECTIONS.keys() - {"engine"}
