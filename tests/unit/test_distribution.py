@@ -45,7 +45,7 @@ def test_pypi_accepts_them(built: tuple[Path, Path]) -> None:
 def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     sources = ROOT / "src"
     expected = {str(path.relative_to(sources)) for path in sources.rglob("*.py")}
-    expected |= {"torchlake/py.typed", "torchlake/cli/demo.yaml"}
+    expected |= {"torchlake/py.typed", "torchlake/cli/demo.yaml", "torchlake/reporting/page.html"}
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
         assert b"torchlake = torchlake.cli.main:main" in wheel.read(_in_dist_info(names, "entry_points.txt"))

@@ -1,20 +1,25 @@
-"""The HTML page of `report`.
+"""The HTML page of `report`: its numbers and texts; `page.html` is the template.
 
-The page is self-contained: inline style, curves as inline SVG, no script, nothing loaded from elsewhere. Every text is
-escaped.
+The page is self-contained: inline style, curves as inline SVG, no script, nothing loaded from elsewhere. The template
+escapes every text.
 """
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from torchlake.metrics import DIRECTIONS
 
 VALIDATIONS_SHOWN = 20
 # A chart's size in SVG units: about the width of a phone, so that text stays readable there.
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 400, 210, 44, 24, 10, 10
+DOTS = 40
+"The number of points up to which each has a dot with its value."
 Point = tuple[float, float]
+Section = tuple[str, str, str, Any]
+"A class of CSS, the title, the macro that draws the content, and the content; without content it is left out."
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -24,28 +29,24 @@ def render(facts: Mapping[str, Any]) -> str:
     validation = facts["validations"]
     scores = sorted({name for line in validation for name in line} - {"step", "loss", "log_loss"})
     loss = [("training", facts["losses"]), ("validation", _series(validation, "loss"))]
-    curves = [_figure("Loss by step", [(name, points) for name, points in loss if points])]
+    curves = [_chart("Loss by step", [(name, points) for name, points in loss if points])]
     for better in ("higher", "lower") if len(validation) > 1 else ():  # the numbers of one are in the table below
         group = [name for name in scores if DIRECTIONS.get(name, "higher") == better]
         title = f"Validation, {better} is better"
-        curves.append(_figure(title, [(name, _series(validation, name)) for name in group]))
+        curves.append(_chart(title, [(name, _series(validation, name)) for name in group]))
     best = f" (step {facts['best_step']:,})" if facts["best_step"] else ""
     metrics = {name: f"{value:.4f}" for name, value in facts["metrics"].items() if value is not None}
     sections = [
-        (
-            "full",
-            "Curves",
-            f'<div class="curves">{"".join(curves)}</div>' if facts["losses"] else "<p>No step yet.</p>",
-        ),
-        ("", f"Validation of the best model{best}", _rows(metrics)),
-        ("", "Data", _rows(facts["data"])),
-        ("full", "Validations", _grid(validation[-VALIDATIONS_SHOWN:])),
-        ("", "Model", _rows(_given(facts["model"]))),
-        *(("", f"Job: {name}", _rows(_given(section))) for name, section in job.items()),
-        ("", "Checkpoints", _grid(facts["checkpoints"])),
-        ("full", "Warnings", "".join(f"<p>{_text(line)}</p>" for line in facts["warnings"])),
-        ("", "Machine that wrote this page", _rows(facts["machine"])),
-        ("", "Versions", _rows(facts["versions"])),
+        ("full", "Curves", *(("curves", curves) if facts["losses"] else ("lines", ["No step yet."]))),
+        ("", f"Validation of the best model{best}", "rows", metrics),
+        ("", "Data", "rows", facts["data"]),
+        ("full", "Validations", "grid", validation[-VALIDATIONS_SHOWN:]),
+        ("", "Model", "rows", _given(facts["model"])),
+        *_of_job(job),
+        ("", "Checkpoints", "grid", facts["checkpoints"]),
+        ("full", "Warnings", "lines", facts["warnings"]),
+        ("", "Machine that wrote this page", "rows", facts["machine"]),
+        ("", "Versions", "rows", facts["versions"]),
     ]
     return _page(facts, state, _tiles(facts), sections)
 
@@ -58,34 +59,30 @@ def render_folds(facts: Mapping[str, Any]) -> str:
     tiles = [("folds", str(facts["number_of_folds"]))]
     tiles += [(f"{metric}, mean ± deviation".replace("_", " "), shown[metric])] if metric in shown else []
     sections = [
-        ("full", "Mean and standard deviation over the folds", _rows(shown)),
-        ("full", "Validation of each fold's best model", _grid(facts.get("folds", []))),
-        *(("", f"Job: {name}", _rows(_given(section))) for name, section in facts["job"].items()),
+        ("full", "Mean and standard deviation over the folds", "rows", shown),
+        ("full", "Validation of each fold's best model", "grid", facts.get("folds", [])),
+        *_of_job(facts["job"]),
     ]
     state = "complete" if facts["complete"] else "not complete"
     return _page(facts, state, tiles, sections)
 
 
-def _page(
-    facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]], sections: Iterable[tuple[str, str, str]]
-) -> str:
-    job = facts["job"]
-    numbers = "".join(
-        f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for name, value in tiles
+def _page(facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
+    templates = Environment(
+        loader=PackageLoader("torchlake.reporting", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
     )
-    across = 3 if len(tiles) % 3 == 0 else 4
-    body = "".join(
-        f'<section class="{kind}"><h2>{_text(title)}</h2>{inner}</section>' for kind, title, inner in sections if inner
+    templates.filters["one"] = "{:.1f}".format
+    known = {name: facts[name] for name in ("run", "job", "written")}
+    return templates.get_template("page.html").render(
+        **known, state=state, tiles=tiles, sections=sections, shown=_shown
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(facts['run'])} - torchlake</title><style>{STYLE}</style></head><body><main>"
-        f"<header><h1>{_text(facts['run'])}</h1><p>{_text(job['model']['task'])} from {_text(job['model']['base'])}; "
-        f'<strong>{_text(state)}</strong></p></header><div class="tiles" style="--n:{across}">{numbers}</div>'
-        f'<div class="sections">{body}</div>'
-        f"<footer>Written by torchlake at {_text(facts['written'])}.</footer></main></body></html>\n"
-    )
+
+
+def _of_job(job: Mapping[str, Any]) -> list[Section]:
+    return [("", f"Job: {name}", "rows", _given(section)) for name, section in job.items()]
 
 
 def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -116,11 +113,11 @@ def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
     return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
 
 
-def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """Return a line chart with a legend; its vertical axis begins and ends at round numbers."""
+def _chart(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> dict[str, Any]:
+    """Return a line chart; its vertical axis begins and ends at round numbers. Without points it is empty."""
     points = [point for _, line in series for point in line]
     if not points:
-        return ""
+        return {}
     ticks = _ticks(min(y for _, y in points), max(y for _, y in points))
     left, right = min(x for x, _ in points), max(x for x, _ in points)
 
@@ -129,25 +126,20 @@ def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
         up = (point[1] - ticks[0]) / (ticks[-1] - ticks[0])
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - TOP)
 
-    drawn = []
-    for tick in ticks:
-        _, y = place((left, tick))
-        drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    def dots(name: str, line: Sequence[Point]) -> list[tuple[float, float, str]]:
+        return [(*place((x, y)), f"{name} {y:.4f} at step {x:,.0f}") for x, y in line] if len(line) <= DOTS else []
+
     anchors = {(left + right) // 2: "middle"} | ({left: "start", right: "end"} if right > left else {})
-    for x, anchor in anchors.items():
-        across, _ = place((x, ticks[0]))
-        drawn.append(f'<text x="{across:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{x:,.0f}</text>')
-    for index, (name, line) in enumerate(series):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, line))
-        drawn.append(f'<polyline class="c{index % 6}" points="{path}"/>')
-        for point in line if len(line) <= 40 else ():
-            x, y = place(point)
-            text = f"{_text(name)} {point[1]:.4f} at step {point[0]:,.0f}"
-            drawn.append(f'<circle class="c{index % 6}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{text}</title></circle>')
-    legend = "".join(f'<span class="c{index % 6}">{_text(name)}</span>' for index, (name, _) in enumerate(series))
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}">{"".join(drawn)}</svg>'
-    return f'<figure><figcaption>{_text(title)}<span class="legend">{legend}</span></figcaption>{picture}</figure>'
+    return {
+        "title": title,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "ticks": [(f"{tick:g}", place((left, tick))[1]) for tick in ticks],
+        "steps": [(f"{x:,.0f}", place((x, ticks[0]))[0], anchor) for x, anchor in anchors.items()],
+        "lines": [{"name": name, "places": list(map(place, line)), "dots": dots(name, line)} for name, line in series],
+    }
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -158,28 +150,6 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [step * index for index in range(first, max(last, first + 1) + 1)]
-
-
-def _rows(facts: Mapping[str, Any]) -> str:
-    if not facts:
-        return ""
-    body = "".join(f"<tr><th>{_text(name)}</th>{_cell(name, value)}</tr>" for name, value in facts.items())
-    return f'<div class="wide"><table>{body}</table></div>'
-
-
-def _grid(entries: Sequence[Mapping[str, Any]]) -> str:
-    if not entries:
-        return ""
-    head = "".join(f"<th>{_text(name)}</th>" for name in entries[0])
-    lines = ["".join(_cell(name, value) for name, value in entry.items()) for entry in entries]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table class="grid"><tr>{head}</tr>{body}</table></div>'
-
-
-def _cell(name: str, value: Any) -> str:
-    """Return a cell of a table; short ones, such as numbers, are not broken over lines."""
-    shown = _shown(name, value)
-    return f"<td{' class=n' if len(shown) < 16 else ''}>{_text(shown)}</td>"
 
 
 def _shown(name: str, value: Any) -> str:
@@ -204,55 +174,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value), quote=True)
-
-
-STYLE = """
-:root{--page:#fbfaf7;--card:#fff;--ink:#1d2430;--soft:#667085;--line:#e4e2dc;--c0:#2563a8;--c1:#c2571a;--c2:#1f7a55;
---c3:#8a3f8f;--c4:#8a6d00;--c5:#4b5563;color-scheme:light dark}
-@media (prefers-color-scheme:dark){:root{--page:#12151a;--card:#1a1f27;--ink:#e7e9ee;--soft:#98a2b3;--line:#2c333e;
---c0:#7ab3ee;--c1:#f0965a;--c2:#5fc79b;--c3:#d190d6;--c4:#dcc05a;--c5:#a9b2c0}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 3rem}
-h1{font-size:1.7rem;line-height:1.2;margin:0;overflow-wrap:anywhere}
-h2{font-size:1.05rem;margin:0 0 .6rem}
-header p{margin:.3rem 0 1.2rem;color:var(--soft);overflow-wrap:anywhere}
-header strong{color:var(--ink);font-weight:600}
-.tiles{display:grid;gap:.7rem;margin-bottom:.9rem;
-grid-template-columns:repeat(auto-fit,minmax(max(9.6rem,(100% - (var(--n) - 1)*.7rem)/var(--n)),1fr))}
-.tile,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
-.tile{padding:.7rem .9rem}
-.tile b{display:block;font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}
-.tile span{color:var(--soft);font-size:.85rem}
-.sections{columns:24rem 2;column-gap:.9rem}
-section{padding:1rem;margin:0 0 .9rem;break-inside:avoid}
-.full{column-span:all;margin-top:.9rem}
-.full:first-child{margin-top:0}
-section p{margin:.2rem 0;overflow-wrap:anywhere}
-.curves{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,17rem),1fr));gap:1rem;align-items:end}
-figure{margin:0;min-width:0;max-width:34rem}
-figcaption{display:flex;flex-wrap:wrap;justify-content:space-between;gap:.2rem .8rem;font-size:.85rem;color:var(--soft)}
-.legend{display:flex;flex-wrap:wrap;gap:.1rem .7rem}
-.legend span{font-weight:600}
-svg{display:block;width:100%;height:auto;margin-top:.3rem}
-svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.grid{stroke:var(--line);stroke-width:1;fill:none}
-polyline{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{text-align:left;vertical-align:top;padding:.28rem .8rem .28rem 0;border-top:1px solid var(--line)}
-tr:first-child th,tr:first-child td{border-top:0}
-th{font-weight:500;color:var(--soft);white-space:nowrap;width:1%}
-table.grid th{width:auto}
-td{overflow-wrap:anywhere}
-td.n{white-space:nowrap}
-@media (max-width:30rem){th{white-space:normal}}
-footer{color:var(--soft);font-size:.85rem;margin-top:1.2rem}
-""" + "".join(
-    f"polyline.c{n}{{stroke:var(--c{n})}}circle.c{n}{{fill:var(--c{n})}}span.c{n}{{color:var(--c{n})}}\n"
-    for n in range(6)
-)

@@ -144,8 +144,8 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, count: int) -> None:
     assert ("No step yet." in page.text) == (count == 0)
 
 
-def test_a_chart_of_one_point_has_each_label_once() -> None:
-    drawn = report_page._figure("Loss by step", [("training", [(27.0, 0.5)]), ("validation", [(27.0, 0.6)])])
+def test_a_chart_of_one_point_has_each_label_once(tmp_path: Path) -> None:
+    drawn = report(make_run(tmp_path / "one", [step(27, 0.5), {"step": 27, "validation_loss": 0.6}])).read_text()
     labels = re.findall(r"<text ([^>]*)>([^<]+)</text>", drawn)
     assert len(labels) == len(set(labels))
     assert [text for _, text in labels].count("27") == 1
@@ -241,10 +241,9 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
 def test_a_chart_stays_inside_its_frame(points: list[tuple[int, float]]) -> None:
     thinned = reporting._thinned(sorted(points))
     assert 1 <= len(thinned) <= reporting.CURVE_POINTS
-    drawn = report_page._figure("loss", [("training", thinned)])
-    assert "nan" not in drawn
-    for pair in re.search(r'points="([^"]*)"', drawn)[1].split():  # type: ignore[index]
-        x, y = map(float, pair.split(","))
+    chart = report_page._chart("loss", [("training", thinned)])
+    assert "nan" not in str(chart)
+    for x, y in chart["lines"][0]["places"]:
         assert 0 <= x <= report_page.WIDTH
         assert 0 <= y <= report_page.HEIGHT
 
