@@ -90,7 +90,7 @@ def in_two_steps(scorer: Scorer) -> Mapping[str, Score]:
     kept: dict[str, Any] = {}
 
     def tokenize(texts: list[str]) -> tuple[np.ndarray, int]:
-        kept["work"] = scorer.tokenize(pa.array(texts, pa.string()), {})
+        kept["work"] = scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {})
         return np.zeros((0, 0)), 0
 
     def forward(texts: list[str]) -> tuple[np.ndarray, int]:
@@ -103,7 +103,7 @@ def in_two_steps(scorer: Scorer) -> Mapping[str, Score]:
 def score_texts(scorer: Scorer, texts: list[str]) -> tuple[np.ndarray, int]:
     """Probabilities (N, C) or vectors (N, D), and the padded tokens handed to the forward pass."""
     before = scorer.padded_tokens
-    scored = scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
+    scored = scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {}))
     assert scored["error"].null_count == len(texts), scored["error"].drop_null()[0]
     if "embedding" in scored.column_names:
         vectors = scored["embedding"].combine_chunks().flatten().to_numpy()

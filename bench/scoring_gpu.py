@@ -118,7 +118,7 @@ def by_runtime(folder: Path, name: str) -> Callable[[list[str]], object]:
     if reason is not None:
         raise RuntimeError(reason)
     scorer = Scorer(settings=settings_of(folder, name))
-    return lambda texts: scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
+    return lambda texts: scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {}))
 
 
 def _model(folder: Path) -> Any:

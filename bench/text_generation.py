@@ -173,7 +173,7 @@ def write_torchlake(setup: dict[str, Any]) -> Result:
         )
     )
     began = time.perf_counter()
-    work = scorer.tokenize(pa.array(setup["prompts"]), {})
+    work = scorer.read(pa.table({scorer.spec.text: pa.array(setup["prompts"])}), {})
     table = scorer.score(work)
     return {
         "seconds": time.perf_counter() - began,

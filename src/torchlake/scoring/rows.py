@@ -127,11 +127,6 @@ class RowReader:
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
 
-    def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Prepare a column of texts, for a model that reads one column."""
-        assert isinstance(self.spec.text, str), "one column"
-        return self.read(pa.table({self.spec.text: texts}), unreadable)
-
     def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
         """Prepare the rows of a table.
 

@@ -124,10 +124,6 @@ class Scorer:
         """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
-    def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Prepare a column of texts, like `RowReader.tokenize`."""
-        return self.reader.tokenize(texts, unreadable)
-
     def score(self, work: Work, attempt: Attempt | None = None) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         errors = dict(work.errors)

@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def score(model: Path, texts: list[str | None], **changes) -> pa.Table:
     scorer = Scorer(settings=settings(model, **changes))
-    return scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
+    return scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {}))
 
 
 def test_order_is_kept_and_batches_change_no_answer(model: Path) -> None:
@@ -73,7 +73,7 @@ def test_equal_rows_are_computed_once_and_answered_as_alone(model: Path) -> None
     texts = ["good film " * row for row in range(1, 21)]
     texts = [*texts, *texts[::3], f"a {RAISER}", POISON, None, *texts[5:9], POISON, f"a {RAISER}", texts[0]]
     scorer = Scorer(settings=settings(model, runtime=misbehave))
-    table = scorer.score(scorer.tokenize(pa.array(texts), {}))
+    table = scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts)}), {}))
     assert scorer.distinct == 22
     for row, text in enumerate(texts):
         alone = score(model, [text], runtime=misbehave)
@@ -108,7 +108,7 @@ def test_batches_shrink_when_memory_runs_out(model: Path) -> None:
     scorer = Scorer(settings=settings(model, runtime=small_memory))
     before = scorer.batch_tokens
     texts = [f"good film {row}" for row in range(50)]
-    table = scorer.score(scorer.tokenize(pa.array(texts), {}))
+    table = scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts)}), {}))
     assert table["error"].null_count == 50
     assert scorer.batch_tokens < before
 

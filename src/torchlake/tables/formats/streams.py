@@ -164,11 +164,6 @@ class _Blocks(io.RawIOBase):
         super().close()
 
 
-def _as_utf8(decoder: codecs.IncrementalDecoder, block: bytes) -> bytes:
-    """Return the next block in UTF-8; bytes that are invalid in the encoding stay as they are."""
-    return decoder.decode(block, final=not block).encode("utf-8", "surrogateescape")
-
-
 def _blocks(file: str, dialect: Dialect) -> Iterator[bytes]:
     """Yield the file's content, decompressed and converted, without the byte order mark."""
     compression = COMPRESSIONS.get(os.path.splitext(file.lower())[1])
@@ -178,12 +173,9 @@ def _blocks(file: str, dialect: Dialect) -> Iterator[bytes]:
         stream: Any = raw if compression is None else pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
         while True:
             try:
-                block = stream.read(BLOCK)
-                text = (
-                    block
-                    if decoder is None
-                    else decoder.decode(block, final=not block).encode("utf-8", "surrogateescape")
-                )
+                text = block = stream.read(BLOCK)
+                if decoder is not None:  # bytes that are invalid in the encoding stay as they are
+                    text = decoder.decode(block, final=not block).encode("utf-8", "surrogateescape")
             except UnicodeError as error:
                 raise TableError(
                     f"{file}: is not {dialect.encoding}: {error}. Give its encoding (--csv encoding=NAME)."
