@@ -130,8 +130,13 @@ functions return: [Python results](python-results.md). What they raise: [exit co
 use a finished model, or read and check tables: [Python API: models and tables](python-models.md). Models in other
 tools: [Python API: other tools](python-tools.md)."""
 
+OPTIONS = """\
+The keywords of `predict` and `rank` besides columns, runtime and engine; the text of `predict` in
+[models and tables](python-models.md) explains them. Other functions have some of them."""
+
 PYTHON_MODELS = """\
-The functions of the [Python API](python.md) that use a finished model, or read and check tables."""
+The functions of the [Python API](python.md) that use a finished model, or read and check tables.
+`**options: PredictOptions` are the keywords [in this table](python-classes.md#predictoptions)."""
 
 PYTHON_TOOLS = """\
 The functions of the [Python API](python.md) that give a finished model to other tools: MLflow, Ray Data, Spark SQL,

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import meanings
 import numpy as np
@@ -351,6 +351,26 @@ def classes_page() -> Iterator[str]:
         one = getattr(tl, name)
         if inspect.isclass(one) and not _is_result(one) and one is not errors.TorchlakeError:
             yield from _entry(f"tl.{name}", one)
+    yield from _options()
+
+
+def _options() -> Iterator[str]:
+    """The options of `predict`, from their declaration: types for Python, and the help of the command line."""
+    yield from ("", "## PredictOptions", "", meanings.OPTIONS, "")
+    keywords = {}
+    for name in meanings.OF_MODELS - meanings.OF_TOOLS - {"predict", "rank"}:
+        for parameter in inspect.signature(getattr(tl, name)).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                keywords[name] = get_type_hints(get_args(parameter.annotation)[0], include_extras=True)
+    command = typer.main.get_command(app).commands["predict"]  # type: ignore[attr-defined]
+    shown = {
+        param.name: re.sub("--([a-z]+)", r"`\1`", param.help.replace("; repeatable", "")) for param in command.params
+    }
+    rows = []
+    for name, kind in get_type_hints(PredictOptions, include_extras=True).items():
+        others = ", ".join(f"`{other}`" for other in sorted(keywords) if keywords[other].get(name) == kind)
+        rows.append((f"`{name}`", f"`{_type(get_args(kind)[0])}`", shown[name], others))
+    yield from table(("option", "type", "meaning", "also of"), sorted(rows))
 
 
 def results_page() -> Iterator[str]:
