@@ -42,7 +42,7 @@ SETTINGS = (
 
 
 def _command(
-    example: str, names: str = "", own: type = o.Shared, **about: Any
+    example: str, names: str = "", own: type = o.SharedFlags, **about: Any
 ) -> Callable[[Callable[..., Work]], None]:
     """Register a command: `names` are its options, and `own` the class of those that it declares differently.
 
@@ -66,7 +66,9 @@ def _command(
     return register
 
 
-@_command("init reviews.parquet --label stars", f"input csv text text_pair label model {ROWS} output force", o.Init)
+@_command(
+    "init reviews.parquet --label stars", f"input csv text text_pair label model {ROWS} output force", o.InitFlags
+)
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
     given: Given,
@@ -78,7 +80,7 @@ def init(
 @_command(
     "train job.yaml --processes 2",
     f"set text text_pair inputs {ROWS} run folds processes engine mlflow wandb tensorboard",
-    o.Train,
+    o.TrainFlags,
     epilog=SETTINGS,
 )
 def train(given: Given, job: OptionalJob = None) -> Work:
@@ -89,7 +91,7 @@ def train(given: Given, job: OptionalJob = None) -> Work:
 @_command(
     "tune job.yaml --space space.yaml --trials 20",
     f"space! trials! set {ROWS} run processes engine seed no_prune",
-    o.Tune,
+    o.TuneFlags,
     epilog=SETTINGS,
 )
 def tune(job: JobFile, given: Given) -> Work:
@@ -101,7 +103,7 @@ def tune(job: JobFile, given: Given) -> Work:
 @_command(
     "plan job.yaml --gpu-memory 80GiB",
     f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency",
-    o.Plan,
+    o.PlanFlags,
     epilog=SETTINGS,
 )
 def plan(given: Given, job: OptionalJob = None) -> Work:
@@ -116,7 +118,7 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental partition_by "
     "add_columns target_file_size task task_options runtime engine processes gpus_per_process set batch_tokens "
     "chunk_rows row_timeout_s max_new_tokens temperature top_k top_p stop seed chat profile",
-    o.Predict,
+    o.PredictFlags,
 )
 def predict(
     model: ModelFolder,
@@ -147,7 +149,7 @@ def predict(
     "rank runs/reranker/model candidates.parquet ranked/ --query query --document passage",
     f"input csv query document relevant {ROWS} seed key columns max_error_rate runtime {ENGINE} batch_tokens "
     "chunk_rows",
-    o.Rank,
+    o.RankFlags,
 )
 def rank(
     model: ModelFolder,
@@ -175,7 +177,7 @@ def evaluate(
 @_command(
     "optimize runs/reviews/model --sample reviews.parquet",
     f"sample! input csv text text_pair inputs label where limit max_drop min_agreement budget runtimes rows {ENGINE}",
-    o.Optimize,
+    o.OptimizeFlags,
 )
 def optimize(model: ModelFolder, given: Given) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
@@ -183,7 +185,7 @@ def optimize(model: ModelFolder, given: Given) -> Work:
     return lambda: commands.optimize(model, given.tables(given["sample"]), given.engine, options)
 
 
-@_command("launch train.py --processes 2 -- --lr 0.1", "processes gpus_per_process engine set", o.Launch)
+@_command("launch train.py --processes 2 -- --lr 0.1", "processes gpus_per_process engine set", o.LaunchFlags)
 def launch(
     target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", help="What each rank runs.")],
     given: Given,
@@ -209,7 +211,7 @@ def verify(
     return lambda: commands.verify(output, given.engine)
 
 
-@_command("export runs/reviews/model reviews-onnx --format onnx", "format! pooling", o.Export)
+@_command("export runs/reviews/model reviews-onnx --format onnx", "format! pooling", o.ExportFlags)
 def export(
     model: ModelFolder,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="New folder, or an earlier export.")],
@@ -239,7 +241,7 @@ def doctor() -> Work:
     return commands.doctor
 
 
-@_command("demo", "folder rows", o.Demo)
+@_command("demo", "folder rows", o.DemoFlags)
 def demo(given: Given) -> Work:
     """Train, predict, evaluate and verify on generated reviews. Needs no network and no data."""
     return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400)

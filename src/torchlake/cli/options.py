@@ -40,7 +40,7 @@ OF_COMMANDS = {"input", "engine", "processes", "set", "profile", "json", "quiet"
 "Options that are not arguments of the Python functions."
 
 
-class Shared:
+class SharedFlags:
     """Options of several commands."""
 
     # `main.py` reads these three before parsing, because usage errors are JSON too.
@@ -64,7 +64,7 @@ class Shared:
     ]
 
 
-class Init:
+class InitFlags:
     """Options of `init`."""
 
     text: Annotated[str, _input("COLUMN", "Text column (default: guessed).")]
@@ -75,7 +75,7 @@ class Init:
     force: Annotated[bool, _output(None, "Replace an existing file.")]
 
 
-class Job:
+class JobFlags:
     """Options of the commands with a job."""
 
     text: Annotated[Sequence[str], _job("COLUMN", "Text column, in place of data.text; repeatable: texts are joined.")]
@@ -87,7 +87,7 @@ class Job:
     processes: Annotated[int, _execution("N", "Number of ranks (default: 1).", min=1)]
 
 
-class Train(Job):
+class TrainFlags(JobFlags):
     """Options of `train`."""
 
     run: Annotated[
@@ -103,7 +103,7 @@ class Train(Job):
     tensorboard: Annotated[bool, _tracking(None, "Also write event files to tensorboard/ in the run folder.")]
 
 
-class Tune(Job):
+class TuneFlags(JobFlags):
     """Options of `tune`."""
 
     space: Annotated[str, _search("FILE", "Search space: a range or a list of choices per setting.")]
@@ -113,7 +113,7 @@ class Tune(Job):
     no_prune: Annotated[bool, _search(None, "Train every trial to its end, however it compares.")]
 
 
-class Plan(Job):
+class PlanFlags(JobFlags):
     """Options of `plan`."""
 
     sample_rows: Annotated[int, _input("N", "Rows of the table to sample (default: 2000).", min=1)]
@@ -123,14 +123,14 @@ class Plan(Job):
     latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
 
 
-class Predict:
+class PredictFlags:
     """Options of `predict`."""
 
     seed: Annotated[int, _text("N", "Random seed for sampling, also of --sample (default: 0).", min=0)]
     profile: Annotated[bool, _execution(None, "Show the seconds of each step since the start.")]
 
 
-class Rank:
+class RankFlags:
     """Options of `rank`."""
 
     query: Annotated[str, _input("COLUMN", "Column of queries (default: the first text of a pair).")]
@@ -138,7 +138,7 @@ class Rank:
     relevant: Annotated[str, _input("CLASS", "Class whose probability is the score (default: the second of two).")]
 
 
-class Optimize:
+class OptimizeFlags:
     """Options of `optimize`."""
 
     sample: Annotated[str, _input("TABLE", "Table of typical rows; labels are optional.")]
@@ -155,14 +155,14 @@ class Optimize:
     rows: Annotated[int, _selection("N", "Rows of the table to measure on (default: 1000).", min=1)]
 
 
-class Launch:
+class LaunchFlags:
     """Options of `launch`."""
 
     processes: Annotated[int, _execution("N", "Number of ranks (default: 1).", min=1)]
     gpus_per_process: Annotated[int, _execution("N", "GPUs of each rank (default: 0).", min=0)]
 
 
-class Export:
+class ExportFlags:
     """Options of `export`."""
 
     format: Annotated[
@@ -175,7 +175,7 @@ class Export:
     ]
 
 
-class Demo:
+class DemoFlags:
     """Options of `demo`."""
 
     folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
@@ -184,7 +184,7 @@ class Demo:
 
 def parameters(names: str, own: type) -> Iterator[inspect.Parameter]:
     """Return a parameter for each of the names, as typer reads it; a name that ends with "!" is required."""
-    known = {name: kind for each in (PredictOptions, Shared, own) for name, kind in _declared(each).items()}
+    known = {name: kind for each in (PredictOptions, SharedFlags, own) for name, kind in _declared(each).items()}
     for word in names.split():
         name = word.removesuffix("!")
         kind, option = get_args(known[name])
