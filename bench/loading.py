@@ -16,8 +16,9 @@ from _common import SCRATCH, arguments, finish
 from torchlake.data.batching import pad
 from torchlake.data.loading import build_cache, open_tokens
 from torchlake.data.order import epoch_batches
-from torchlake.outputs.commit import write_transaction
+from torchlake.outputs.find import folder_output
 from torchlake.outputs.parts import part_name
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.table import open_table
 
@@ -42,7 +43,7 @@ def write_tokens(rows: int):
     shutil.rmtree(output, ignore_errors=True)
     pq.write_table(table, source)
     plan = plan_chunks(open_table(source), columns=table.column_names)
-    with write_transaction(output, plan=plan, fingerprint={}, schema=table.schema) as out:
+    with folder_output(output).begin(WriteRequest(plan=plan, fingerprint={}, schema=table.schema)) as out:
         parts = [
             out.parts.write(part_name(plan, chunk, {}), table.slice(chunk.first_row, chunk.rows), chunk=chunk.index)
             for chunk in out.pending

@@ -125,16 +125,18 @@ def check_keys(source: Path, seconds: Seconds) -> None:
 
 def write_output(source: Path, output: Path, *, increment: bool = False, chunk_rows: int | None = None) -> None:
     """An output of the table's key and text; with `increment` only of the files that it has gained."""
-    from torchlake.outputs.commit import write_transaction
-    from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+    from torchlake.outputs.compatibility import AllowedChanges
+    from torchlake.outputs.find import folder_output
     from torchlake.outputs.parts import part_name
+    from torchlake.outputs.transaction import WriteRequest
     from torchlake.tables.reading import ChunkReader
 
-    _, plan = planned(source, COLUMNS, cached=planned_inputs(output), chunk_rows=chunk_rows)
+    place = folder_output(output)
+    _, plan = planned(source, COLUMNS, cached=place.earlier().inputs, chunk_rows=chunk_rows)
     reader = ChunkReader(COLUMNS)
-    with write_transaction(
-        output, plan=plan, fingerprint=FINGERPRINT, allowed=AllowedChanges(new_input=increment)
-    ) as out:
+    allowed = AllowedChanges(new_input=increment)
+    request = WriteRequest(plan=plan, fingerprint=FINGERPRINT, schema=plan.schema, allowed=allowed)
+    with place.begin(request) as out:
         parts = list(out.done)
         for chunk in out.pending:
             rows = reader.read(chunk)[0].append_column("error", pa.nulls(chunk.rows, pa.string()))

@@ -74,7 +74,8 @@ def planned(source: Path, chunk_rows: int | None = 1, column: str = "text") -> t
 
 def tables(chunks: int) -> dict[str, Any]:
     """Plan, begin, the same command with every part written, commit, and the same command once more."""
-    from torchlake.outputs.commit import write_transaction
+    from torchlake.outputs.find import folder_output
+    from torchlake.outputs.transaction import WriteRequest
 
     row: dict[str, Any] = {"name": "tables", "chunks": chunks}
     source, output = one_file(chunks), HOME / f"out-{chunks}"
@@ -82,18 +83,19 @@ def tables(chunks: int) -> dict[str, Any]:
     with memory(row):
         with clock(row, "plan_s"):
             _, plan = planned(source)
+        place, request = folder_output(output), WriteRequest(plan=plan, fingerprint=FINGERPRINT, schema=plan.schema)
         with ExitStack() as stack:
             with clock(row, "begin_s"):
-                out = stack.enter_context(write_transaction(output, plan=plan, fingerprint=FINGERPRINT))
+                out = stack.enter_context(place.begin(request))
             row["plan_mib"] = os.path.getsize(out.staging / "plan.json") / 2**20
             write_parts(out)
         with ExitStack() as stack:
             with clock(row, "resume_s"):
-                out = stack.enter_context(write_transaction(output, plan=plan, fingerprint=FINGERPRINT))
+                out = stack.enter_context(place.begin(request))
             with clock(row, "commit_s"):
                 out.commit(out.done, {})
         row["record_mib"] = os.path.getsize(output / "_torchlake" / "commit.json") / 2**20
-        with clock(row, "again_s"), write_transaction(output, plan=plan, fingerprint=FINGERPRINT):
+        with clock(row, "again_s"), place.begin(request):
             pass
     shutil.rmtree(output)
     return row
@@ -210,14 +212,15 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
     """`verify` of an output of parts with 32,768 rows, with row ids."""
     import pyarrow as pa
 
-    from torchlake.outputs.commit import write_transaction
+    from torchlake.outputs.find import folder_output
     from torchlake.outputs.parts import part_name
+    from torchlake.outputs.transaction import WriteRequest
     from torchlake.tables.keys import row_ids
     from torchlake.tables.verification.verify import verify
 
     source, out = one_file(rows), HOME / "verified"
     _, plan = planned(source, CHUNK_ROWS)
-    with write_transaction(out, plan=plan, fingerprint={}) as write:
+    with folder_output(out).begin(WriteRequest(plan=plan, fingerprint={}, schema=plan.schema)) as write:
         parts = []
         for chunk in write.pending:
             columns = {

@@ -24,7 +24,7 @@ from _contender import forget_peak, peak_mib
 from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import part_name
 from torchlake.outputs.target import SinkOptions
-from torchlake.outputs.write import WriteRequest
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table

@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pyarrow import csv
 
 import forked
+from folder_writes import planned_inputs, write_transaction
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
-from torchlake.outputs.commit import write_transaction
-from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import part_name
 from torchlake.outputs.staging.folders import staging_of
 from torchlake.storage import lease

@@ -104,6 +104,10 @@ class Version:
     def version(self) -> str:
         return str(self.number or "")
 
+    @property
+    def latest(self) -> str | None:
+        return self.commits[-1] if self.commits else None
+
 
 @dataclass(kw_only=True)
 class FakeTarget:
@@ -115,6 +119,7 @@ class FakeTarget:
     versions: list[Version] = field(default_factory=lambda: [Version()])
     partition_by: tuple[str, ...] = ()
     reusable: bool = False
+    staged: bool = False
 
     @property
     def shown(self) -> str:
@@ -134,17 +139,12 @@ class FakeTarget:
         if self.options.mode == "create" and snapshot.files:
             raise OutputError(f"{self.root}: the table has rows that this job did not write.")
 
-    def has(self, snapshot: Version, commit: str) -> bool:
-        return commit in snapshot.commits
-
-    def latest(self, snapshot: Version) -> str | None:
-        return snapshot.commits[-1] if snapshot.commits else None
+    def has(self, snapshot: Version, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        own = None if record is None else {f"{_folder(commit)}/{part['name']}" for part in record["parts"]}
+        return commit in snapshot.commits and own in (None, set(snapshot.files))
 
     def commits(self, snapshot: Version) -> list[str]:
         return [one for one in stored_commits(self.root) if one in snapshot.commits]
-
-    def is_whole(self, snapshot: Version, record: Mapping[str, Any]) -> bool:
-        return set(snapshot.files) == {f"{_folder(record['commit'])}/{part['name']}" for part in record["parts"]}
 
     def live(self, snapshot: Version, record: Mapping[str, Any]) -> set[str]:
         folder = f"{_folder(record['commit'])}/"
@@ -156,7 +156,7 @@ class FakeTarget:
     def position(self, snapshot: Version, name: str) -> int | None:
         return None
 
-    def commit(self, snapshot: Version, change: Change) -> None:
+    def commit(self, snapshot: Version, change: Change) -> Mapping[str, Any]:
         fault = self.world.stop("target.commit", ("conflict", "unmade", "lost"))
         if fault == "unmade":
             raise CommitUnknown("no answer; it was not made")
@@ -168,6 +168,7 @@ class FakeTarget:
         self.versions.append(Version(snapshot.number + 1, files, (*snapshot.commits, change.id)))
         if fault == "lost":
             raise CommitUnknown("no answer; it was made")
+        return change.record
 
 
 def _folder(commit: str) -> str:

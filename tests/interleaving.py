@@ -19,8 +19,8 @@ import psutil
 from fake_target import FakeStore
 from torchlake import atomic_io
 from torchlake.errors import TorchlakeError
-from torchlake.outputs import commit
-from torchlake.outputs import write as _write
+from torchlake.outputs import begin
+from torchlake.outputs import transaction as _write
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.staging import state as _state
 from torchlake.storage import lease, objects
@@ -32,8 +32,8 @@ LOCK_WAIT_S = 2 * lease.LOCK_POLL_S
 DISK = ("error",)
 "The faults of a file system."
 BEFORE = (
-    (commit, "published_job"),
-    (commit, "interrupted_job"),
+    (begin, "last_job"),
+    (begin, "_interrupted"),
     (staging, "repair"),
     (staging, "clear_job"),
     (staging, "reopen"),

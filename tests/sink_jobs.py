@@ -28,7 +28,7 @@ from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import part_name
 from torchlake.outputs.target import sink_options
 from torchlake.outputs.targets import delta
-from torchlake.outputs.write import WriteRequest
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.storage import lease, objects
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids

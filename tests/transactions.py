@@ -28,7 +28,7 @@ from torchlake.outputs.parts import part_name
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.target import Mode, SinkOptions
 from torchlake.outputs.targets import folder, object_folder
-from torchlake.outputs.write import WriteRequest
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.storage.objects import ObjectFolder
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.plan import Chunk, Plan
@@ -271,11 +271,12 @@ class Model:
         if self.table:
             return Output(text=self.root, sink=folder, options=options, target=replace(self.target, options=options))
         if self.local:
-            return Output(text=self.root, sink=folder, options=options, target=None)
-        target = object_folder.FolderTarget(
+            target = folder.LocalFolderTarget(root=self.root, options=options)
+            return Output(text=self.root, sink=folder, options=options, target=target)
+        stored = object_folder.FolderTarget(
             shown=self.root, root=self.root, options=options, objects=ObjectFolder(self.root)
         )
-        return Output(text=self.root, sink=object_folder, options=options, target=target)
+        return Output(text=self.root, sink=object_folder, options=options, target=stored)
 
     def _watch_lease(self, writing: Writing, *, looked: bool) -> None:
         """Note who holds the lease now."""

@@ -164,7 +164,7 @@ def test_the_rules_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "atomic_io.py"
     path.write_text(
         "def f():\n    from torchlake.training.train import train\n    from torchlake import predict, errors\n"
-        "    from torchlake.outputs import commit\n    from torchlake.tables import keys\n    import torch\n"
+        "    from torchlake.outputs import begin\n    from torchlake.tables import keys\n    import torch\n"
     )
     assert rooms(imported(path)) == {"training", "__init__", "errors", "outputs", "tables"}
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)

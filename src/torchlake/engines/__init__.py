@@ -2,7 +2,7 @@
 
 Every command is a chunk job or a launch, so an engine has two main methods, and more if it has its own tables:
 
-    run_chunks   each chunk at least once, on any process, in any order (outputs/commit.py makes it exactly once)
+    run_chunks   each chunk at least once, on any process, in any order (outputs/transaction.py makes it exactly once)
     launch       one function as N ranks at the same time, with the variables that torchrun sets
     spread       one function over many items that read much data, as a chunk job if there is enough of it
     map_frame    the engine's own frame in and out (with `frame_schema` and `materialize`; their defaults are for an

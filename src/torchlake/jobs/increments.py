@@ -16,7 +16,7 @@ import pyarrow as pa
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import FingerprintError, TableError, UsageError
 from torchlake.outputs.find import Output, output_of
-from torchlake.outputs.records import read_record
+from torchlake.outputs.records import commits_of, position_of, read_record
 from torchlake.outputs.target import Target
 from torchlake.tables.plan import Plan, plan_from_json
 from torchlake.tables.sources._find import source_of
@@ -63,7 +63,7 @@ def increments(source: Followed, output: Output, name: str, key: str | None) -> 
     for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):
         if position < 0:
             continue
-        reached = target.position(target.snapshot(), name)
+        reached = position_of(target, target.snapshot(), name)
         # Read again for each increment, because the caller has committed the one before by now. A killed call may also
         # have committed after it stored the plan: then there is nothing left to add.
         if reached is not None and reached >= position:
@@ -80,7 +80,7 @@ def increments(source: Followed, output: Output, name: str, key: str | None) -> 
 
 def _table_of(output: Output) -> Target:
     target = output.target
-    if target is None or target.reusable:
+    if target.reusable:
         raise UsageError(
             f"{output.path}: incremental adds to a Delta or Iceberg table; give format delta. For a Parquet folder, "
             "accept_new_input adds new input files."
@@ -118,7 +118,7 @@ def position_name(table: str, settings: Mapping[str, Any]) -> str:
 
 def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the position that a job on a whole table stores, so that a later one can be incremental; else empty."""
-    if output.target is None or output.target.reusable or output.options.mode not in ("create", "overwrite"):
+    if output.target.reusable or output.options.mode not in ("create", "overwrite"):
         return {}
     if len(plan.sources) != 1 or plan.selection or plan.sources[0].get("kind") != "delta" or "since" in plan.sources[0]:
         return {}
@@ -128,7 +128,7 @@ def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> di
 def file_increment(table: Any, output: Output) -> Increment:
     """Return the files of a folder that are new to an output. Raises UsageError if the output cannot be added to."""
     target = _table_of(output)
-    added = bool(target.commits(target.snapshot()))
+    added = bool(commits_of(target, target.snapshot()))
     return Increment(table=table, output=_in_mode(output, "append") if added else output, positions=None)
 
 
@@ -141,7 +141,7 @@ def new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[
     target, name = _table_of(output), position_name("files", settings)
     snapshot = target.snapshot()
     seen: dict[str, str] = {}
-    for commit in target.commits(snapshot):
+    for commit in commits_of(target, snapshot):
         record = read_record(target, commit)
         stored = read_record(target, commit, plan=True) if record and record["fingerprint"] == settings else None
         if stored is not None:
@@ -161,6 +161,6 @@ def new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[
     inputs = tuple(one for one in plan.inputs if one.name in names)
     chunks = [chunk for chunk in plan.chunks if chunk.name in names]
     numbered = tuple(replace(chunk, index=number) for number, chunk in enumerate(chunks))
-    reached = target.position(snapshot, name)
+    reached = position_of(target, snapshot, name)
     only = replace(plan, inputs=inputs, chunks=numbered, rows=sum(one.rows for one in inputs))
     return only, {name: (reached or 0) + 1}

@@ -23,9 +23,9 @@ from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.outputs.compatibility import AllowedChanges
-from torchlake.outputs.find import Output, Write
+from torchlake.outputs.find import Output
 from torchlake.outputs.parts import Part, part_name, stored_schema
-from torchlake.outputs.write import WriteRequest
+from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.redaction import redacted
@@ -55,7 +55,7 @@ class WrittenChunk(Protocol):
 
 
 R = TypeVar("R", bound=WrittenChunk)
-Start = Callable[[Write, list[tuple[Chunk, str]]], Generator[R, None, None]]
+Start = Callable[[Transaction, list[tuple[Chunk, str]]], Generator[R, None, None]]
 "Yields the workers' reports, for the transaction and the pending chunks with their part names."
 Provenance = Callable[[list[R], int, float], Mapping[str, Any]]
 "Returns the job's entries in the commit record, from the reports, the number of pending rows and the seconds so far."
@@ -155,7 +155,7 @@ def plan_input(
 def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: float) -> Finished[R]:
     """Run the pending chunks and commit; `began` is the `perf_counter` at the beginning of the call.
 
-    Raises as `write_transaction`, and TooManyErrors when more rows fail than allowed: nothing is published, finished
+    Raises as `transaction`, and TooManyErrors when more rows fail than allowed: nothing is published, finished
     chunks are kept.
     """
     options = job.options
@@ -204,12 +204,12 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
     return Finished(outcome=outcome, made=made, seconds=seconds)
 
 
-def workspace_of(out: Write) -> Workspace:
+def workspace_of(out: Transaction) -> Workspace:
     """Return where the workers of a write write."""
     return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts)
 
 
-def _run(job: Job, out: Write, chunks: Generator[R, None, None]) -> list[R]:
+def _run(job: Job, out: Transaction, chunks: Generator[R, None, None]) -> list[R]:
     """Run the pending chunks. Raises TooManyErrors as soon as 1,000 rows are done."""
     made: list[R] = []
     examples: list[str] = []

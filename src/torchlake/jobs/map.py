@@ -24,8 +24,9 @@ from torchlake.jobs.code_identity import check_takes_nothing, code_identity, fun
 from torchlake.jobs.job import Job, open_input, plan_input, run_job, shown_outcome, workspace_of
 from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
-from torchlake.outputs.find import Output, Write, output_of
+from torchlake.outputs.find import Output, output_of
 from torchlake.outputs.staging.spool import spooled
+from torchlake.outputs.transaction import Transaction
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of
@@ -174,7 +175,7 @@ def _map_table(
         spread=runner.spread,
     )
 
-    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
+    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
         return runner.run_chunks(
             partial(make_map_worker, replace(settings, workspace=workspace_of(out))),
             items,

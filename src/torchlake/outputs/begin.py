@@ -1,27 +1,34 @@
-"""Begin a write to a table: find what is there already, what an interrupted write left, and what remains to be done.
+"""Begin a write: find what is there already, what an interrupted write left, and what remains to be done.
 
 A job whose commit was made is complete. The interrupted write of the same job continues: its plan is stored, and its
-sound parts are kept. For a folder in an object store, parts of the earlier commit are kept as well.
+sound parts are kept. In a folder, parts of the last commit are kept as well.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlake import atomic_io
-from torchlake.errors import OutputError, StorageError
-from torchlake.outputs.compatibility import JobSpec, differences, input_changes, merge, refuse_differences
-from torchlake.outputs.parts import Part, PartFolder, part_name, part_of_entry
-from torchlake.outputs.records import read_record
+from torchlake.errors import DataError, FingerprintError, Locked, OutputError, StorageError
+from torchlake.outputs.compatibility import (
+    JobSpec,
+    continued,
+    differences,
+    input_changes,
+    is_same,
+    refuse_differences,
+)
+from torchlake.outputs.kept import check_free_space, damage, keep_sound_parts
+from torchlake.outputs.records import last_job, read_record
 from torchlake.outputs.staging.state import JobState, state_of
-from torchlake.outputs.target import SinkOptions, Target
-from torchlake.outputs.write import TableWrite, WriteRequest, check_positions
-from torchlake.storage.folders import folder_at
-from torchlake.tables.plan import Chunk, InputFile, plan_from_json, plan_to_json
+from torchlake.outputs.target import Snapshot, Target, as_table
+from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
+from torchlake.storage.urls import is_url
+from torchlake.tables.plan import InputFile, plan_from_json, plan_to_json
 
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
@@ -41,201 +48,266 @@ class Earlier(NamedTuple):
 
 
 def earlier_write(target: Target) -> Earlier:
-    """Return the interrupted write to a target, or torchlake's last commit there."""
+    """Return the interrupted write to a target, or torchlake's last commit there; a damaged one is left out."""
     if not target.root:
         return Earlier({}, ())
-    stored = state_of(target.root).read_plan()
-    if stored is not None:
-        return Earlier(stored["fingerprint"], plan_from_json(stored).inputs, stored.get("positions", {}))
-    name = target.latest(target.snapshot())
-    record = None if name is None else read_record(target, name)
-    plan = None if name is None else read_record(target, name, plan=True)
-    if record is None or plan is None:
-        return Earlier({}, ())
-    return Earlier(record["fingerprint"], plan_from_json(plan).inputs)
+    with suppress(DataError, OutputError, OSError):
+        stored = _interrupted(state_of(target))
+        if stored is not None:
+            return Earlier(stored.job.fingerprint, stored.job.plan.inputs, stored.positions)
+    with suppress(DataError, OutputError, OSError):
+        last = last_job(target, target.snapshot())
+        if last is not None:
+            return Earlier(last.fingerprint, last.plan.inputs)
+    return Earlier({}, ())
 
 
 @contextmanager
-def table_transaction(target: Target, options: SinkOptions, request: WriteRequest) -> Iterator[TableWrite]:
-    """Write the result of a plan to a target, as `write_transaction` does for a local folder.
+def transaction(target: Target, request: WriteRequest) -> Iterator[Transaction]:
+    """Write the result of a plan to a target.
 
-    Raises before any work: OutputError (the target does not take such rows, or holds others), FingerprintError (an
-    interrupted write belongs to another job), Locked (another writer is active).
+    If the target already has the result of this job, the transaction is `complete`; an interrupted write of the job is
+    resumed; `request.allowed` lists what else may be replaced.
+
+    Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
+    changed), Locked (another writer is active), OutputError (the target does not take such rows, holds others, or has
+    no space).
     """
-    given = JobSpec(request.plan, json.loads(json.dumps(dict(request.fingerprint))), None, [dict(request.environment)])
-    write = _begin(target, options, request, given)
+    overwrite = request.allowed.overwrite or target.options.mode == "overwrite"
+    request = replace(request, allowed=replace(request.allowed, overwrite=overwrite))
+    write = _begin(target, request)
     try:
         yield write
     finally:
         write.close()
 
 
-def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: JobSpec) -> TableWrite:
-    # First without the lease, so that a finished job and a refusal cost a few reads and write nothing. All of it is
-    # decided again under the lease, because another writer may commit in between.
-    snapshot = target.snapshot()
-    made = partial(_write, target, options, request)
-    finished = _finished(target, snapshot, options, job)
-    if finished is not None:
-        return made(job=job, id=finished["commit"], state=state_of(target.root), complete=True, record=finished)
-    target.check(snapshot, request.schema, request.key)
-    check_positions(target, snapshot, options, request.positions)
-    # Before the lease, which is stored below the target: the place of an Iceberg table is known only once it exists.
-    target.prepare(request.schema)
-    state = state_of(target.root)
+class _Found(NamedTuple):
+    """What a job finds at its target."""
+
+    target: Target
+    request: WriteRequest
+    job: JobSpec
+    snapshot: Snapshot
+    published: JobSpec | None
+    "The job whose result a folder is; None for a table, and for a folder that does not exist yet."
+
+
+def _begin(target: Target, request: WriteRequest) -> Transaction:
+    """Check what is at the target, and start or resume the write, unless the job is complete."""
+    fingerprint = json.loads(json.dumps(dict(request.fingerprint)))
+    job = JobSpec(request.plan, fingerprint, None, [dict(request.environment)])
+    # First without the lease: a finished job and a refusal cost a few reads and write nothing, so that a user who may
+    # only read the output gets its record. All is decided again under the lease: another writer may commit in between.
     try:
-        state.acquire(request.lease_s, target.shown)
-    except StorageError as error:
-        raise OutputError(f"{target.shown}: cannot be written: {error}") from error
+        left = bool(target.root) and state_of(target).is_left()
+        found = _look(target, request, job)
+        finished = _finished(found)
+    except OSError as error:
+        if error.filename is None:  # of a library
+            raise
+        raise OutputError(
+            f"{target.shown}: cannot be read: {error.strerror}: {error.filename}. Give an output in a folder that this "
+            "user can read and write, or change the folder's permissions."
+        ) from error
+    if finished is None:
+        _check(found)
+        table = as_table(target)
+        if table is not None:
+            # Before the lease, which is stored below the target: the place of an Iceberg table is known only once it
+            # exists.
+            table.prepare(request.schema)
+    elif not left:
+        return _completed(found, finished)
+    state = state_of(target)
     try:
-        snapshot = target.snapshot()  # now that no other writer of torchlake can commit
-        finished = _finished(target, snapshot, options, job)
-        if finished is not None:
-            state.finish()  # the writer that committed it was killed before it removed its state
-            return made(job=job, id=finished["commit"], state=state, complete=True, record=finished)
-        target.check(snapshot, request.schema, request.key)
-        job, name, discarded = _resumed(target, snapshot, state, options, request, job)
-        write = made(job=job, id=name, state=state, discarded=discarded)
-        # Before any part: a crash after the first part must find the id of the commit, because it names the folder of
-        # the parts. Under another id the parts would be computed again, and stay as orphans.
-        _store_plan(write)
-        _keep_sound_parts(write, snapshot)
-    except BaseException:
+        try:
+            state.acquire(request.lease_s, target.shown)
+        except (Locked, OutputError, StorageError):
+            if finished is None:
+                raise
+            return _completed(found, finished)  # only what others have left is not removed
+        return _begin_leased(_look(target, request, job), state)
+    except BaseException as error:
         state.release()
+        if isinstance(error, OSError) and error.filename is not None:
+            kind = OutputError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
+            raise kind(f"{target.shown}: cannot be prepared: {error.strerror}: {error.filename}") from error
         raise
+
+
+def _begin_leased(found: _Found, state: JobState) -> Transaction:
+    """Repeat the checks of `_begin`, now that no other writer can interfere, and store the plan."""
+    stored = _interrupted(state)
+    if stored is not None and _was_made(found, stored):
+        # Its writer was killed after the commit. These parts are rows of the target now, so neither the commit nor
+        # what it replaced may be listed as discarded: the folders of discarded commits are deleted.
+        state.clear()
+        stored = None
+    finished = _finished(found)
+    if finished is not None:
+        state.finish() if stored is None else state.release()  # another job's interrupted write stays
+        return _completed(found, finished)
+    _check(found)
+    write = _resumed(found, state, stored)
+    # Before any part is written: without a plan the next run would take the parts of a folder for orphans, and would
+    # not know the id that names the folder of a table's parts.
+    state.write_plan(_stored_plan(write))
+    if not (found.target.staged or is_url(write.parts.location)):
+        atomic_io.make_folder(Path(write.parts.location))
+    keep_sound_parts(write, found.published)
+    check_free_space(write)
     return write
 
 
-def _write(target: Target, options: SinkOptions, request: WriteRequest, *, id: str, **fields: Any) -> TableWrite:
-    folder = target.part_folder(id, request.schema)
-    return TableWrite(target=target, options=options, request=request, id=id, parts=folder, **fields)
+def _look(target: Target, request: WriteRequest, job: JobSpec) -> _Found:
+    snapshot = target.snapshot()
+    published = last_job(target, snapshot) if target.reusable else None
+    if target.reusable and snapshot.latest is not None and published is None:
+        raise OutputError(f"{target.shown}: its plan is missing. Remove the folder, or give another output.")
+    return _Found(target, request, job, snapshot, published)
 
 
-def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec) -> dict[str, Any] | None:
+def _transaction(found: _Found, job: JobSpec, name: str, **fields: Any) -> Transaction:
+    target, request = found.target, found.request
+    parts, state = target.part_folder(name, request.schema), fields.pop("state", None) or state_of(target)
+    return Transaction(target=target, request=request, job=job, id=name, state=state, parts=parts, **fields)
+
+
+def _completed(found: _Found, record: dict[str, Any]) -> Transaction:
+    return _transaction(found, found.job, record.get("commit", ""), complete=True, record=record)
+
+
+def _finished(found: _Found) -> dict[str, Any] | None:
     """Return the record of this job's commit if nothing is left to do."""
+    target, request, job, snapshot, published = found
+    if target.reusable:
+        thorough = request.allowed.overwrite and target.staged  # not all of a bucket, which would be downloaded
+        done = published is not None and _is_result(found, job, thorough=thorough)
+        return published.record if published is not None and done else None
+    mode = target.options.mode
     # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
     # that are added have one id per job, which is found even if other commits came after it.
-    names = [commit_id(job)] if options.mode != "overwrite" else []
-    for name in dict.fromkeys([*names, target.latest(snapshot)]):
-        record = read_record(target, name) if name is not None and target.has(snapshot, name) else None
+    names = [commit_id(job)] if mode != "overwrite" else []
+    for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
+        record = read_record(target, name) if target.has(snapshot, name) else None
         if record is None or record["plan"] != job.plan.id or record["fingerprint"] != job.fingerprint:
             continue
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
-        # would double rows that were only updated. A folder or an overwrite promises exactly these rows, so missing
-        # ones are written again.
-        if not (target.reusable or options.mode == "overwrite") or target.is_whole(snapshot, record):
+        # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
+        # written again.
+        if mode != "overwrite" or target.has(snapshot, name, record):
             return record
     return None
 
 
-class _Resumed(NamedTuple):
-    """How a job continues."""
+def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
+    """Return whether a folder is the result of a job and has all parts."""
+    published = found.published
+    if published is None or published.record is None or not is_same(published, job):
+        return False
+    return damage(found.target, published.record, thorough=thorough) is None
+
+
+def _check(found: _Found) -> None:
+    """Raise unless the job, which is not complete, may write to the target."""
+    target, request, job, snapshot, published = found
+    target.check(snapshot, request.schema, request.key)
+    check_positions(target, snapshot, request.positions)
+    if published is None or published.record is None or request.allowed.overwrite:
+        return
+    refuse_differences(target.shown, published, job, "replaces it", request.allowed)
+    if not any(input_changes(published.plan, job.plan)):
+        problem = damage(target, published.record, thorough=False)
+        raise OutputError(f"{target.shown}: is damaged: {problem}. --overwrite writes it again.")
+
+
+class _Interrupted(NamedTuple):
+    """An interrupted write."""
 
     job: JobSpec
-    "The job with the chunks of the interrupted write or earlier commit that it continues."
-    id: str
-    "The id of its commit."
-    discarded: tuple[str, ...] = ()
+    commit: str
+    "The id of its commit; empty for a local folder."
+    mode: str
+    discarded: tuple[str, ...]
+    positions: Mapping[str, int]
 
 
-def _resumed(
-    target: Target, snapshot: Any, state: JobState, options: SinkOptions, request: WriteRequest, job: JobSpec
-) -> _Resumed:
-    allowed = replace(request.allowed, overwrite=request.allowed.overwrite or options.mode == "overwrite")
-    # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
-    # append of the same rows must never be a new commit, so its id depends on the job alone.
-    basis = snapshot.version if options.mode == "overwrite" or target.reusable else ""
-    published = _published(target, snapshot) if target.reusable else None
-    if published is not None and not allowed.overwrite:  # even if an interrupted write may replace it
-        refuse_differences(target.shown, published, job, "replaces it", allowed)
+def _interrupted(state: JobState) -> _Interrupted | None:
+    """Return the write whose plan is stored. Raises OutputError when the plan is damaged."""
     stored = state.read_plan()
+    if stored is None:
+        return None
+    try:
+        job = JobSpec(plan_from_json(stored), stored["fingerprint"], None, stored.get("environments", []))
+    except DataError as error:
+        place = f"{state.location}/plan.json"
+        raise OutputError(f"{place}: {error}. Remove its folder, or give another output.") from error
+    discarded, positions = tuple(stored.get("discarded", ())), stored.get("positions", {})
+    return _Interrupted(job, stored.get("commit", ""), stored.get("mode", ""), discarded, positions)
+
+
+def _was_made(found: _Found, stored: _Interrupted) -> bool:
+    """Return whether the commit of an interrupted write was made: to resume it would write the same rows again."""
+    if stored.commit:
+        return found.target.has(found.snapshot, stored.commit)
+    return _is_result(found, stored.job)
+
+
+def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Transaction:
+    """Return the write, with the chunks of the interrupted one or the last commit that it continues."""
+    target, _, job, snapshot, earlier = found
+    name = ""
     discarded: tuple[str, ...] = ()
     if stored is not None:
-        earlier = JobSpec(plan_from_json(stored), stored["fingerprint"], None, stored.get("environments", []))
-        discarded = tuple(stored.get("discarded", ()))
-        if target.has(snapshot, stored["commit"]):
-            # Its writer was killed after the commit. These parts are rows of the target now, so neither the commit
-            # nor what it replaced may be listed as discarded: the folders of discarded commits are deleted.
-            state.clear()
-            discarded = ()
-        elif not differences(earlier, job) and not any(input_changes(earlier.plan, job.plan)):
-            new = [one for one in job.environments if one not in earlier.environments]
-            merged = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, None, [*earlier.environments, *new])
+        discarded = (*stored.discarded, *([stored.commit] if stored.commit else []))
+        if _continues(found, stored):
+            # The interrupted write comes before the output: with --accept-new-input it was planned on top of the output
+            # and has the output's chunks already, while the output lacks its new ones. Chunk numbers are part of a
+            # part's name, so merging with the wrong plan would make finished parts unusable.
+            earlier = stored.job
             # The stored id names the folder of the finished parts. For a folder in an object store it is computed
             # again, and is the same unless another writer has committed since. Then the stored id can no longer be
             # committed, because it depends on the version before, and its parts are deleted after this commit.
-            same = stored["mode"] == options.mode and not target.reusable
-            name = stored["commit"] if same else commit_id(merged, basis)
-            return _Resumed(merged, name, tuple(one for one in (*discarded, stored["commit"]) if one != name))
+            name = stored.commit if stored.mode == target.options.mode and not target.reusable else ""
         else:
-            if not allowed.overwrite:
-                refuse_differences(f"{target.shown}: an interrupted write", earlier, job, "discards it", allowed)
-            # Its parts are deleted only after this job's commit: its writer may be suspended just before its own
-            # commit, which could still succeed and needs them.
+            # The parts of a table or bucket are deleted only after this job's commit: their writer may be suspended
+            # just before its own commit, which could still succeed and needs them.
             state.clear()
-            discarded = (*discarded, stored["commit"])
-    if published is not None and options.mode != "overwrite" and not differences(published, job):
-        environments = [*published.environments, *job.environments]
-        job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
-    name = commit_id(job, basis)
-    return _Resumed(job, name, tuple(one for one in discarded if one != name))
+    if earlier is not None and not differences(earlier, job):
+        job = continued(earlier, job)
+    # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
+    # append of the same rows must never be a new commit, so its id depends on the job alone.
+    basis = snapshot.version if target.options.mode == "overwrite" or target.reusable else ""
+    name = name or commit_id(job, basis)
+    return _transaction(found, job, name, state=state, discarded=tuple(one for one in discarded if one != name))
 
 
-def _published(target: Target, snapshot: Any) -> JobSpec | None:
-    """Return the job of a folder's commit."""
-    for name in target.commits(snapshot):
-        record = read_record(target, name)
-        plan = read_record(target, name, plan=True)
-        if record is not None and plan is not None:
-            return JobSpec(plan_from_json(plan), record["fingerprint"], record, record.get("environments", []))
-    return None
+def _continues(found: _Found, stored: _Interrupted) -> bool:
+    """Return whether the job continues the interrupted write; else its parts are discarded.
+
+    Raises FingerprintError if the write is of another job and may not be discarded.
+    """
+    target, allowed = found.target, found.request.allowed
+    try:
+        refuse_differences(f"{target.shown}: an interrupted write", stored.job, found.job, "discards it", allowed)
+    except FingerprintError:
+        if not allowed.overwrite:
+            raise
+        return False
+    # New input makes another commit. Where its id names the folder of the parts, they cannot be kept.
+    return target.staged or not any(input_changes(stored.job.plan, found.job.plan))
 
 
-def _store_plan(write: TableWrite) -> None:
-    content = plan_to_json(write.plan) | {
-        "fingerprint": write.job.fingerprint,
-        "environments": list(write.job.environments),
+def _stored_plan(write: Transaction) -> dict[str, Any]:
+    """Return the plan as it is stored until the commit; that of a local folder becomes part of the output."""
+    job = write.job
+    content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": list(job.environments)}
+    if write.target.staged:
+        return content
+    return content | {
         "commit": write.id,
-        "mode": write.options.mode,
+        "mode": write.target.options.mode,
         "discarded": list(write.discarded),
         "positions": dict(write.request.positions),
     }
-    write.state.write_plan(content)
-    location = write.parts.location
-    if "://" not in location:
-        atomic_io.make_folder(Path(location))
-
-
-def _keep_sound_parts(write: TableWrite, snapshot: Any) -> None:
-    """Set `done` and `pending`: keep parts of an earlier commit by their size, and sound ones of this commit.
-
-    With mode overwrite parts of an earlier commit are not kept. Nothing is deleted: another writer may have taken over.
-    """
-    # Parts of the earlier commit are trusted by their size, because reading all of a large output would cost more than
-    # a small increment. Parts of this commit are read: their writer may have been killed while it wrote them.
-    folder, own = folder_at(write.parts.location), write.parts.below
-    expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
-    sizes = folder.sizes()
-    published = _published(write.target, snapshot) if write.target.reusable else None
-    entries = published.record["parts"] if published is not None and published.record is not None else []
-    kept = [
-        part
-        for part in map(part_of_entry, entries)
-        if expected.keys() >= {name.rpartition("/")[2] for name in part.members or [part.name]}
-        and sizes.get(part.name) == part.bytes
-        and write.options.mode != "overwrite"
-    ]
-    chunks = {chunk for part in kept for chunk in part.all_chunks}
-    names = [name for name in expected if f"{own}{name}" in sizes and expected[name].index not in chunks]
-    staged = [(write.parts, name, expected[name]) for name in names]
-    size = sum(sizes[f"{own}{name}"] for name in names)
-    found = [*write.request.spread(_read_staged, staged, size=size, name="check finished chunks")]
-    write.removed = sum(part is None for part in found)
-    write.done = [*kept, *(part for part in found if part is not None)]
-    chunks |= {part.chunk for part in found if part is not None}
-    write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in chunks)
-
-
-def _read_staged(one: tuple[PartFolder, str, Chunk]) -> Part | None:
-    folder, name, chunk = one
-    return folder.find(name, chunk.index, chunk.rows)

@@ -4,18 +4,13 @@ A job is a plan and a fingerprint. The same job is resumed or already complete; 
 the differences, unless the user allows replacing it. Files that did not change keep their chunks, and so their parts.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchlake import atomic_io
-from torchlake.errors import DataError, FingerprintError, OutputError
+from torchlake.errors import FingerprintError
 from torchlake.outputs.parts import schema_in_words
-from torchlake.outputs.staging import folders as staging
-from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json
-from torchlake.tables.record import COMMIT, PLAN, output_path, read_commit
+from torchlake.tables.plan import Chunk, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,107 +33,6 @@ class JobSpec(NamedTuple):
     "The commit record of a published output."
     environments: Sequence[dict[str, str]] = ()
     "Library versions that its parts were written with."
-
-
-def published_job(out: Path) -> JobSpec | None:
-    """Return the job of the output at `out`, or None. Raises OutputError if something other than an output is there."""
-    if not out.exists():
-        if out.is_symlink():
-            raise OutputError(f"{out}: is a symbolic link to itself. Give another output.")
-        return None
-    if not out.is_dir():
-        raise OutputError(f"{out}: is a file; an output is a folder. Give another output.")
-    if os.path.ismount(out):
-        raise OutputError(f"{out}: is a mount point, which no rename can replace; give a folder in it: {out / 'table'}")
-    if (out / COMMIT).is_file():
-        record = read_commit(out)
-        environments = record.get("environments", [])
-        return _job(out / PLAN, record["fingerprint"])._replace(record=record, environments=environments)
-    if any(out.iterdir()):
-        raise OutputError(
-            f"{out}: holds files that torchlake did not write ({COMMIT} is missing). Give another output."
-        )
-    return None
-
-
-def planned_inputs(output: str | Path) -> list[InputFile]:
-    """Return the input files of earlier plans of `output`: `plan_chunks` reuses the sha256 of unchanged ones.
-
-    Missing and unreadable plans are ignored.
-    """
-    out = output_path(output)
-    known: list[InputFile] = []
-    for plan in (out / PLAN, staging.staging_of(out) / staging.PLAN):
-        try:
-            known += plan_from_json(atomic_io.read_json(plan)).inputs
-        except DataError:
-            continue
-    return known
-
-
-def recorded_fingerprint(output: str | Path) -> dict[str, Any]:
-    """Return the settings of the interrupted write of `output`, else of the output itself; empty if neither exists."""
-    out = output_path(output)
-    for path in (staging.staging_of(out) / staging.PLAN, out / COMMIT):
-        try:
-            fingerprint = atomic_io.read_json(path)["fingerprint"]
-        except (DataError, KeyError, TypeError):
-            continue
-        if isinstance(fingerprint, dict):
-            return fingerprint
-    return {}
-
-
-def interrupted_job(folder: Path) -> JobSpec | None:
-    """Return the job of an interrupted write, or None."""
-    path = folder / staging.PLAN
-    if not path.is_file():
-        return None
-    value = atomic_io.read_json(path)
-    return _job(path, value["fingerprint"])._replace(environments=value.get("environments", []))
-
-
-def _job(plan: Path, fingerprint: dict[str, Any]) -> JobSpec:
-    try:
-        return JobSpec(plan_from_json(atomic_io.read_json(plan)), fingerprint)
-    except DataError as error:
-        raise OutputError(f"{plan}: {error}. Remove its folder, or give another output.") from error
-
-
-def is_complete(out: Path, published: JobSpec | None, job: JobSpec, *, thorough: bool) -> bool:
-    """Return whether `published` is the result of `job` and has all parts, by sha256 if `thorough`, else by size."""
-    if published is None or differences(published, job) or any(input_changes(published.plan, job.plan)):
-        return False
-    return _damage(out, published, thorough=thorough) is None
-
-
-def _damage(out: Path, published: JobSpec, *, thorough: bool) -> str | None:
-    assert published.record is not None, "every published output has a record"
-    sizes = file_sizes(out)
-    for part in published.record["parts"]:
-        if sizes.get(part["name"]) != part["bytes"]:
-            return f"{part['name']} is missing or truncated"
-        if thorough and atomic_io.sha256_file(out / part["name"]) != part["sha256"]:
-            return f"{part['name']} has changed since it was written"
-    return None
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each regular file in a folder, in bytes, by name.
-
-    One pass over the folder: looking up 100,000 parts by path took ten seconds.
-    """
-    return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)}
-
-
-def check_replaceable(out: Path, published: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> None:
-    """Raise unless the job may replace or extend the published output, which is not the job's complete result."""
-    if published is None or allowed.overwrite:
-        return
-    refuse_differences(f"{out}", published, job, "replaces it", allowed)
-    if not any(input_changes(published.plan, job.plan)):
-        damage = _damage(out, published, thorough=False)
-        raise OutputError(f"{out}: is damaged: {damage}. --overwrite writes it again.")
 
 
 def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: str, allowed: AllowedChanges) -> None:
@@ -166,18 +60,15 @@ def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: st
     )
 
 
-def resumable_job(folder: Path, interrupted: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> JobSpec | None:
-    """Return the interrupted write if it may be resumed; with `allowed.overwrite` another job's write is removed."""
-    if interrupted is None:
-        return None
-    try:
-        refuse_differences(f"{folder}: an interrupted write", interrupted, job, "discards it", allowed)
-    except FingerprintError:
-        if not allowed.overwrite:
-            raise
-        staging.clear_job(folder)
-        return None
-    return interrupted
+def is_same(one: JobSpec, other: JobSpec) -> bool:
+    """Return whether two jobs have the same rows; their chunks may have other numbers."""
+    return not differences(one, other) and not any(input_changes(one.plan, other.plan))
+
+
+def continued(earlier: JobSpec, job: JobSpec) -> JobSpec:
+    """Return the job with the chunks of an earlier one for files that did not change, and the libraries of both."""
+    new = [one for one in job.environments if one not in earlier.environments]
+    return JobSpec(merge(earlier.plan, job.plan), job.fingerprint, None, [*earlier.environments, *new])
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[str]:

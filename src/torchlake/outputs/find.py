@@ -11,21 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torchlake import atomic_io, plugins
+from torchlake import plugins
 from torchlake.errors import TableError, UsageError
-from torchlake.outputs.begin import Earlier, earlier_write, table_transaction
-from torchlake.outputs.commit import WriteTransaction
-from torchlake.outputs.compatibility import planned_inputs, recorded_fingerprint
-from torchlake.outputs.records import read_record
+from torchlake.outputs.begin import Earlier, earlier_write, transaction
+from torchlake.outputs.records import commits_of, parts_of, read_record
 from torchlake.outputs.staging.state import temporary_folder
 from torchlake.outputs.target import SinkOptions, Target
-from torchlake.outputs.write import TableWrite, WriteRequest
+from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.redaction import redacted
 from torchlake.storage.urls import is_url
-from torchlake.tables.record import PLAN, URL_AS_PATH, local_output, output_path, read_commit, recorded_arrow_schema
+from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sources.files import local_path
-
-Write = WriteTransaction | TableWrite
 
 
 def output_text(output: str | Path) -> str:
@@ -61,21 +57,20 @@ class Output:
     text: str
     sink: ModuleType
     options: SinkOptions
-    target: Target | None
-    "None for a local folder."
+    target: Target
 
     @property
     def place(self) -> Path:
         """A local path that stands for the output: input that must be stored first is stored beside it."""
-        if self.target is None:
-            return local_output(self.text)
+        if self.target.staged:
+            return local_output(self.text)  # as the caller names it: relative, or a link
         root = self.target.root
         return Path(root) if root and not is_url(root) else temporary_folder(root or self.text)
 
     @property
     def shared_folder(self) -> Path | None:
         """A folder that an engine's processes can reach; None for an output that is not in a local folder (yet)."""
-        if self.target is not None and (not self.target.root or is_url(self.target.root)):
+        if not self.target.root or is_url(self.target.root):
             return None
         folder = self.place.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,33 +79,26 @@ class Output:
     @property
     def path(self) -> Path | str:
         """The output as the caller names it: a folder's path, else a URL or a table's name."""
-        return self.place if self.target is None else self.target.shown
+        return self.place if self.target.staged else self.target.shown
 
     def earlier(self) -> Earlier:
         """Return what is known about the interrupted write, or about the output itself."""
-        if self.target is None:
-            return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
         return earlier_write(self.target)
 
     def latest_record(self) -> dict[str, Any]:
-        """Return the record of torchlake's last commit to a table; empty if there is none."""
-        assert self.target is not None, "of a table"
-        name = self.target.latest(self.target.snapshot())
+        """Return the record of torchlake's last commit; empty if there is none."""
+        name = self.target.snapshot().latest
         return {} if name is None else read_record(self.target, name) or {}
 
     @contextmanager
-    def begin(self, request: WriteRequest) -> Iterator[Write]:
-        """Write the result of a plan, exactly once; see `write_transaction`."""
-        if self.target is None:
-            with self.sink.begin(self.text, self.options, request) as write:
-                yield write
-        else:
-            with table_transaction(self.target, self.options, request) as table:
-                yield table
+    def begin(self, request: WriteRequest) -> Iterator[Transaction]:
+        """Write the result of a plan, exactly once; see `transaction`."""
+        with transaction(self.target, request) as write:
+            yield write
 
     def refuse_input(self, files: Sequence[str]) -> None:
         """Raise UsageError if an input file is inside the output, which would replace it or add to it."""
-        root = str(self.place) if self.target is None else self.target.root
+        root = self.target.root
         if not root:
             return
         inside = f"{root.rstrip('/')}/" if is_url(root) else f"{os.path.realpath(root)}/"
@@ -130,8 +118,15 @@ def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
     """
     options = options or SinkOptions()
     sink, text = sink_of(output, options.format), output_text(output)
-    target = sink.open_target(text, options) if hasattr(sink, "open_target") else None
-    return Output(text=text, sink=sink, options=options, target=target)
+    return Output(text=text, sink=sink, options=options, target=sink.open_target(text, options))
+
+
+def folder_output(output: str | Path) -> Output:
+    """Return a local Parquet folder as an output. Raises UsageError for a URL."""
+    sink, options = plugins.load("targets", "folder"), SinkOptions()
+    return Output(
+        text=os.fspath(output), sink=sink, options=options, target=sink.open_target(os.fspath(output), options)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,27 +151,20 @@ class CommittedRows(NamedTuple):
 
 def committed(output: str | Path) -> CommittedRows:
     """Return what torchlake committed to an output. Raises TableError when there is nothing."""
-    place = output_of(output)
-    if place.target is None:
-        folder = output_path(output)
-        own = Committed(
-            record=read_commit(folder), plan=atomic_io.read_json(folder / PLAN), folder=str(folder), live=None
-        )
-        return CommittedRows([own], [])
-    target, notes, found = place.target, [], []
+    target, notes, found = output_of(output).target, [], []
     snapshot = target.snapshot()
-    for name in target.commits(snapshot):
+    for name in commits_of(target, snapshot):
         record, plan = read_record(target, name), read_record(target, name, plan=True)
         if record is None or plan is None:
             continue
-        live = frozenset(target.live(snapshot, record))
-        if live or not record["parts"]:
-            parts = target.part_folder(name, recorded_arrow_schema(record)).location
-            found.append(Committed(record=record, plan=plan, folder=parts, live=live))
+        live = target.live(snapshot, record)
+        if live or live is None or not record["parts"]:
+            kept = None if live is None else frozenset(live)
+            found.append(Committed(record=record, plan=plan, folder=parts_of(target, record), live=kept))
         else:
             notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
     if not found and not notes:
-        raise TableError(f"{output}: has no commit of torchlake, or its records were deleted.")
+        raise TableError(f"{output}: not a finished torchlake output: it has no commit, or its records were deleted.")
     return CommittedRows(found, notes)
 
 

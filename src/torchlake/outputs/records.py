@@ -2,8 +2,9 @@
 
     _torchlake/commits/<id>.json   _torchlake/commits/<id>.plan.json
 
-They are written before the commit, which names them by its id; a record without a commit has no meaning. Below are what
-a record contains and the checks before every commit, the same for folders and tables.
+They are written before the commit, which names them by its id; a record without a commit has no meaning. A local folder
+has one commit, whose record and plan are `_torchlake/commit.json` and `plan.json`: the commit moves them into place
+with the rows. Below are what a record contains and the checks before every commit, the same for every target.
 """
 
 import base64
@@ -14,37 +15,85 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import DataError
+from torchlake.errors import DataError, OutputError, TableError
 from torchlake.outputs.compatibility import JobSpec
 from torchlake.outputs.parts import Part
-from torchlake.outputs.target import STATE, Target
+from torchlake.outputs.target import STATE, Snapshot, Target, as_table
 from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import each_file
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import ContentChecker
-from torchlake.tables.plan import InputFile, Plan
+from torchlake.tables.plan import InputFile, Plan, plan_from_json, plan_to_json
+from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_arrow_schema
 
 FOLDER = f"{STATE}/commits"
 
 
-def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: Plan) -> None:
     """Store the record and the plan of a commit that is about to be made."""
     folder = folder_at(target.root)
-    folder.write(f"{FOLDER}/{commit}.plan.json", json.dumps(plan).encode(), site="commit.plan")
-    folder.write(f"{FOLDER}/{commit}.json", json.dumps(record, indent=1).encode(), site="commit.record")
+    folder.write(_name(target, commit, plan=True), json.dumps(plan_to_json(plan)).encode(), site="commit.plan")
+    folder.write(_name(target, commit), json.dumps(record, indent=1).encode(), site="commit.record")
 
 
 def read_record(target: Target, commit: str, *, plan: bool = False) -> dict[str, Any] | None:
     """Return the record of a commit, or its plan; None if it is missing. Raises DataError when it is damaged."""
-    name = f"{FOLDER}/{commit}{'.plan' if plan else ''}.json"
+    name = _name(target, commit, plan=plan)
     content = folder_at(target.root).content(name)
     if content is None:
         return None
     try:
         value: dict[str, Any] = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{target.root}/{name}: not valid JSON ({error})") from None
+    if not plan and not is_record(value):
+        raise TableError(f"{target.root}/{name}: not a commit record of this version")
     return value
+
+
+def _name(target: Target, commit: str, *, plan: bool = False) -> str:
+    if target.staged:
+        return PLAN if plan else COMMIT
+    return f"{FOLDER}/{commit}{'.plan' if plan else ''}.json"
+
+
+def last_job(target: Target, snapshot: Snapshot) -> JobSpec | None:
+    """Return the job of torchlake's last commit to a target. Raises OutputError when its plan is damaged."""
+    if snapshot.latest is None:
+        return None
+    record, plan = read_record(target, snapshot.latest), read_record(target, snapshot.latest, plan=True)
+    if record is None or plan is None:
+        return None
+    try:
+        return JobSpec(plan_from_json(plan), record["fingerprint"], record, record.get("environments", []))
+    except DataError as error:
+        name = _name(target, snapshot.latest, plan=True)
+        raise OutputError(f"{target.root}/{name}: {error}. Remove its folder, or give another output.") from error
+
+
+def commits_of(target: Target, snapshot: Snapshot) -> list[str]:
+    """Return the ids of the commits that were made and whose records are kept; a folder has one at most."""
+    table = as_table(target)
+    if table is not None:
+        return table.commits(snapshot)
+    return [] if snapshot.latest is None else [snapshot.latest]
+
+
+def position_of(target: Target, snapshot: Snapshot, name: str) -> int | None:
+    """Return how far a source was read for the rows of a target; None if it never was."""
+    table = as_table(target)
+    if table is not None:
+        return table.position(snapshot, name)
+    record = None if snapshot.latest is None else read_record(target, snapshot.latest)
+    found: int | None = (record or {}).get("positions", {}).get(name)
+    return found
+
+
+def parts_of(target: Target, record: Mapping[str, Any]) -> str:
+    """Return the path or URL where the parts of a commit are."""
+    if target.staged:
+        return target.root
+    return target.part_folder(record["commit"], recorded_arrow_schema(dict(record))).location
 
 
 def stored_commits(root: str) -> list[str]:
@@ -63,7 +112,7 @@ def commit_record(
     removed: int = 0,
 ) -> dict[str, Any]:
     """Return the record of a commit of `parts`, whose columns are `schema`."""
-    schema, plan = schema.remove_metadata(), job.plan
+    plan = job.plan
     return {
         "format": 1,
         "plan": plan.id,
@@ -71,8 +120,7 @@ def commit_record(
         "rows": sum(part.rows for part in parts),
         "failed": sum(part.failed for part in parts),
         "parts": [part.entry() for part in parts],
-        "schema": {column.name: str(column.type) for column in schema},
-        "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode(),
+        **schema_fields(schema),
         "environments": list(job.environments),
         "quarantined": [list(one) for one in quarantined],
         "removed": removed,
@@ -80,6 +128,15 @@ def commit_record(
         **({"selection": dict(plan.selection)} if plan.selection else {}),
         "provenance": dict(provenance),
         "committed": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def schema_fields(schema: pa.Schema) -> dict[str, Any]:
+    """Return the fields of a record that describe the columns."""
+    schema = schema.remove_metadata()
+    return {
+        "schema": {column.name: str(column.type) for column in schema},
+        "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode(),
     }
 
 

@@ -6,14 +6,14 @@ A sink is a file in this package, with these functions:
     open_target(output, options)    its `Target`; raises OutputError, UsageError or MissingExtra
     open_dataset(output)            a pyarrow dataset of exactly the committed rows
 
-The engines' workers write the parts themselves, into a folder of the target that no reader lists. `_write.py` does the
-rest in the same way for every target: plan and lease first, then parts, then one commit. A commit has an id, made from
-the plan and the settings. A target commits an id only once, and only on top of its newest version.
+The engines' workers write the parts themselves, into a folder that no reader lists. `begin.py` and `transaction.py` do
+the rest in the same way for every target: plan and lease first, then parts, then one commit. A commit has an id, made
+from the plan and the settings. A target commits an id only once, and only on top of its newest version.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import pyarrow as pa
 
@@ -83,57 +83,71 @@ class Snapshot(Protocol):
 
     version: str
     "The version's name; empty before the first commit."
+    latest: str | None
+    "The id of torchlake's last commit, if the target names it."
 
 
 class Target(Protocol):
-    """An output as it was when it was opened. Errors of its storage are StorageError."""
+    """An output as it was when it was opened. Errors of its storage are StorageError.
+
+    A table has the methods of `Table` besides.
+    """
 
     shown: str
     "Its name in messages and records."
     root: str
-    "The absolute path or URL of its folder; empty if only `prepare` finds it."
+    "The absolute path or URL of its folder; empty if only `Table.prepare` finds it."
+    options: SinkOptions
     partition_by: tuple[str, ...]
     reusable: bool
-    "Whether parts of an earlier commit are kept by a later one (a folder), or rows are only added (a table)."
+    "Whether a commit replaces all rows, and may keep parts of the one before (a folder); else rows are added."
+    staged: bool
+    "Whether parts wait in the staging folder until the commit moves them, with its record (a local folder)."
 
     def snapshot(self) -> Any:
-        """Return the newest version, read again at each call."""
-
-    def prepare(self, schema: pa.Schema) -> None:
-        """Create what must exist before the first part is written; `check` has passed."""
-
-    def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """Return where the workers of this commit write their parts."""
+        """Return the newest version, a `Snapshot`, read again at each call."""
 
     def check(self, snapshot: Any, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError or UsageError if rows of this schema cannot be written in the given mode."""
 
-    def has(self, snapshot: Any, commit: str) -> bool:
-        """Return whether this commit was made."""
+    def has(self, snapshot: Any, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether this commit was made and, with its record, whether its rows are all of the target's rows."""
 
-    def latest(self, snapshot: Any) -> str | None:
-        """Return the id of torchlake's last commit, if the target names it."""
+    def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
+        """Return where the workers of this commit write their parts."""
+
+    def commit(self, snapshot: Any, change: Change) -> Mapping[str, Any]:
+        """Make the change on top of this version, and return the record that is stored.
+
+        Raises Conflict if there is a newer version, CommitUnknown without a clear answer.
+        """
+
+    def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str] | None:
+        """Return the names of the parts of a recorded commit that are rows of the target now.
+
+        None if the target must have all parts and nothing else.
+        """
+
+
+class Table(Protocol):
+    """What a target adds whose rows have several commits."""
+
+    def prepare(self, schema: pa.Schema) -> None:
+        """Create what must exist before the first part is written; `check` has passed."""
 
     def commits(self, snapshot: Any) -> list[str]:
         """Return the ids of the commits that were made and whose records are kept."""
 
-    def is_whole(self, snapshot: Any, record: Mapping[str, Any]) -> bool:
-        """Return whether the rows of a recorded commit are all of the target's rows."""
-
-    def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str]:
-        """Return the names of the parts of a recorded commit that are rows of the target now."""
-
-    def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
-        """Return the files of a table. Raises OutputError if rows cannot be replaced in it."""
-
     def position(self, snapshot: Any, name: str) -> int | None:
         """Return how far a source was read; None if it never was."""
 
-    def commit(self, snapshot: Any, change: Change) -> None:
-        """Make the change on top of this version.
+    def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
+        """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""
 
-        Raises Conflict if there is a newer version, CommitUnknown without a clear answer.
-        """
+
+def as_table(target: Target) -> Table | None:
+    """Return a target as a table; None if its rows have one commit."""
+    return cast(Table, target) if hasattr(target, "live_files") else None
 
 
 class Conflict(Exception):

@@ -28,9 +28,10 @@ from torchlake.errors import DataError, UsageError
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.labels.values import is_missing
 from torchlake.models import folders, load
-from torchlake.outputs.commit import write_transaction
-from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
-from torchlake.outputs.parts import TABLE, Part, PartFolder, part_name
+from torchlake.outputs.compatibility import AllowedChanges
+from torchlake.outputs.find import folder_output
+from torchlake.outputs.parts import Part, PartFolder, part_name
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
@@ -94,11 +95,12 @@ def prepare(
     source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
     check_training_columns(source.schema, task, spec, source.source, tokenizer)
+    place = folder_output(output)
     plan = plan_chunks(
         source,
         columns=spec.columns,
         chunk_rows=task.chunk_rows,
-        cached=planned_inputs(output),
+        cached=place.earlier().inputs,
         spread=engine.spread,
     )
     fingerprint = {
@@ -107,15 +109,14 @@ def prepare(
         "spec": atomic_io.fingerprint(spec_to_json(spec)),
         "bad_rows": bad_rows,
     }
-    allowed = AllowedChanges(overwrite=overwrite)
-    with write_transaction(
-        output,
+    request = WriteRequest(
         plan=plan,
         fingerprint=fingerprint,
         schema=token_schema(spec),
-        allowed=allowed,
+        allowed=AllowedChanges(overwrite=overwrite),
         spread=engine.spread,
-    ) as out:
+    )
+    with place.begin(request) as out:
         if out.complete:
             assert out.record is not None
             return out.record
@@ -131,7 +132,7 @@ def prepare(
         made = engine.run_chunks(
             plugins.carried(spec.task, partial(make_token_worker, settings)),
             items,
-            name=f"prepare {out.output.name}",
+            name=f"prepare {out.title}",
             label=chunk_label,
         )
         ready = sum(part.rows for part in parts)
@@ -139,7 +140,7 @@ def prepare(
             for part in made:
                 parts.append(part)
                 advance(part.rows)
-        cut = _truncation([out.staging / TABLE / part.name for part in parts], spec)
+        cut = _truncation([Path(out.parts.location, part.name) for part in parts], spec)
         if cut["rows"] > MAX_TRUNCATED_SHARE * max(1, cut["of_rows"]):
             log.warning("%s: %s", source.source, describe_truncation(cut))
         return out.commit(parts, {"tokenizer": str(tokenizer), "truncated": cut})

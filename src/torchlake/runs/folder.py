@@ -21,7 +21,7 @@ from torchlake.checkpoints import location
 from torchlake.config.job import Job, flat, job_to_yaml, load_job
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
-from torchlake.outputs.compatibility import planned_inputs
+from torchlake.outputs.find import folder_output
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
 from torchlake.storage import lease
@@ -297,7 +297,7 @@ def _is_free(name: str) -> bool:
 
 def _describe_content(prepared: Path) -> str:
     """Return the rows and the hash of a table when it was prepared."""
-    files = planned_inputs(prepared)
+    files = folder_output(prepared).earlier().inputs
     rows = sum(one.rows for one in files)
     content = atomic_io.fingerprint(sorted([one.name, one.content] for one in files))
     return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"

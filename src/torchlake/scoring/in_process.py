@@ -29,7 +29,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.job import workspace_of
 from torchlake.jobs.options import refuse_unknown
-from torchlake.outputs.find import Write
+from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, checked_input, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings
@@ -188,7 +188,7 @@ def load(
 
 
 def start_chunks(
-    out: Write,
+    out: Transaction,
     items: Sequence[tuple[Chunk, str]],
     settings: ScoringSettings,
     spec: TaskSpec,

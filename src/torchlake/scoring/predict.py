@@ -33,8 +33,9 @@ from torchlake.jobs.increments import (
 )
 from torchlake.jobs.job import Finished, Job, open_input, plan_input, run_job, shown_outcome
 from torchlake.jobs.options import OutputOptions
-from torchlake.outputs.find import Output, Write, output_of
+from torchlake.outputs.find import Output, output_of
 from torchlake.outputs.staging.spool import spooled
+from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
@@ -338,7 +339,7 @@ def _predict_table(
         deleted_keys=increment.deleted_keys if increment else None,
     )
 
-    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
         return start_chunks(out, items, settings, spec, engine, call.choice.threads)
 
     def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from torchlake.errors import DataError, UsageError
 from torchlake.jobs.job import Job, open_input, plan_input, run_job
 from torchlake.jobs.options import output_options
 from torchlake.models import folders
-from torchlake.outputs.find import Write, output_of
+from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import Part
+from torchlake.outputs.transaction import Transaction
 from torchlake.scoring.options import known_spec, refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
@@ -184,7 +185,7 @@ def _rank_scores(
         spread=Local().spread,
     )
 
-    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[RankedChunk, None, None]:
+    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[RankedChunk, None, None]:
         return _write(out, items, names, query=query, score=score, schema=schema)
 
     def provenance(made: list[RankedChunk], rows: int, seconds: float) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _rank_scores(
 
 
 def _write(
-    out: Write,
+    out: Transaction,
     items: Sequence[tuple[Chunk, str]],
     names: Sequence[str],
     *,

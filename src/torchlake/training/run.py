@@ -23,7 +23,7 @@ from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError
 from torchlake.models.folders import base_folder
 from torchlake.optim import optimizers
-from torchlake.outputs.compatibility import planned_inputs
+from torchlake.outputs.find import folder_output
 from torchlake.preparation import summary
 from torchlake.preparation.checks import check_metric, check_tables, unknown_metric
 from torchlake.preparation.prepare import prepare
@@ -265,7 +265,7 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
 def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
     """Raise FingerprintError if a table of a finished run has changed; a deleted table is accepted."""
     for name, table in run_folder.stored_tables(job).items():
-        planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
+        planned = {one.name: one for one in folder_output(folder / "prepared" / name).earlier().inputs}
         try:
             now = open_table(table, options=run_folder.read_options_of(job, name), spread=engine.spread)
             paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()

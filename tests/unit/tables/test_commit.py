@@ -22,11 +22,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from folder_writes import planned_inputs, write_transaction
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
-from torchlake.outputs.commit import WriteTransaction, write_transaction
-from torchlake.outputs.compatibility import AllowedChanges, planned_inputs
+from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import Part, part_name
 from torchlake.outputs.staging import folders as staging
+from torchlake.outputs.transaction import Transaction
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Plan
@@ -106,7 +107,7 @@ def plan_of(source: Path) -> Plan:
     return plan_chunks(open_table(source, columns=["t"]), columns=["t"], chunk_rows=4)
 
 
-def score(write: WriteTransaction, suffix: str = "") -> list[Part]:
+def score(write: Transaction, suffix: str = "") -> list[Part]:
     reader, parts = ChunkReader(["t"]), []
     for chunk in write.pending:
         rows, _ = reader.read(chunk)
@@ -422,7 +423,7 @@ def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("torchlake.outputs.commit.os.link", refuse)
+    monkeypatch.setattr("torchlake.outputs.kept.os.link", refuse)
     with write_transaction(
         out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=AllowedChanges(new_input=True)
     ) as write:

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyroaring
 import pytest
 
+from folder_writes import write_transaction
 from torchlake.errors import TableError, Unavailable
-from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids

@@ -23,8 +23,8 @@ from pyiceberg.transforms import BucketTransform, IdentityTransform
 from pyiceberg.types import DoubleType, LongType, StringType
 from pyiceberg.utils.config import Config
 
+from folder_writes import write_transaction
 from torchlake.errors import TableError, Unavailable
-from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids

@@ -32,7 +32,7 @@ from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import Part, part_name
 from torchlake.outputs.target import Change, Conflict, sink_options
 from torchlake.outputs.targets import iceberg
-from torchlake.outputs.write import WriteRequest
+from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.table import open_table

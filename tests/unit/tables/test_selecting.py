@@ -11,8 +11,8 @@ from deltalake import write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from folder_writes import write_transaction
 from torchlake.errors import FingerprintError
-from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks

@@ -14,9 +14,9 @@ import pytest
 
 import tiny
 import torchlake as tl
+from folder_writes import write_transaction
 from torchlake import atomic_io
 from torchlake.errors import TableError
-from torchlake.outputs.commit import write_transaction
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids

@@ -1,8 +1,8 @@
 """The state of a job beside its target: the writer's lease, the stored plan, and a folder for the logs of attempts.
 
-For a local target it is the folder `.NAME.staging`, as for a Parquet folder. For a target in an object store, lease and
-plan are objects below `_torchlake/staging`, and attempts are logged in a temporary folder of each machine: the same
-task retries a chunk that kills its process, so it finds the log there.
+For a local target it is the folder `.NAME.staging`, which also has the parts of a local folder (`folders.py`). For a
+target in an object store, lease and plan are objects below `_torchlake/staging`, and attempts are logged in a temporary
+folder of each machine: the same task retries a chunk that kills its process, so it finds the log there.
 """
 
 import getpass
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchlake import atomic_io
-from torchlake.errors import DataError, OutputError
+from torchlake.errors import DataError, OutputError, StorageError
 from torchlake.outputs.staging import folders as staging
-from torchlake.outputs.target import STATE
+from torchlake.outputs.target import STATE, Target
 from torchlake.storage.lease import Lease, acquire
 from torchlake.storage.object_lease import ObjectLease, acquire_object
 from torchlake.storage.objects import ObjectFolder
@@ -29,6 +29,13 @@ class JobState(Protocol):
 
     folder: Path
     "A folder on this machine; logs of attempts are in its folder `journal`."
+    location: str
+    "Where the plan is."
+    locks: bool
+    "Whether no other writer can begin or commit while one is in `exclusive`."
+
+    def is_left(self) -> bool:
+        """Return whether an earlier writer has left something, after removing what it was removing."""
 
     def acquire(self, lease_s: float, name: str) -> None:
         """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
@@ -53,16 +60,28 @@ class JobState(Protocol):
 
 
 class LocalState:
-    """State in the folder `.NAME.staging` beside the target."""
+    """State in the folder `.NAME.staging` beside the target, which also has the parts of a `staged` one."""
 
-    def __init__(self, root: Path) -> None:
-        self.folder = staging.staging_of(root)
+    locks = True
+
+    def __init__(self, root: Path, *, staged: bool) -> None:
+        self.folder, self.location = staging.staging_of(root), str(staging.staging_of(root))
+        self._root, self._staged = root, staged
         self._lease: Lease | None = None
 
-    def acquire(self, lease_s: float, name: str) -> None:
+    def is_left(self) -> bool:
         staging.vacuum(self.folder)
+        return self.folder.exists()
+
+    def acquire(self, lease_s: float, name: str) -> None:
         self._lease = acquire(self.folder, lease_s, name=name)
-        (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
+        # This writer may be suspended anywhere, and wake beside its successor: each change is made with the lock held.
+        with self.exclusive():
+            # Before anything is read at the output: a crash between the two renames leaves none there, and this job
+            # would then be taken for the first one, and would not be compared with the old output.
+            staging.repair(self.folder, self._root)
+            if not self._has_plan:
+                staging.clear_job(self.folder)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -71,23 +90,28 @@ class LocalState:
             yield
 
     def read_plan(self) -> dict[str, Any] | None:
-        path = self.folder / staging.PLAN
-        if not path.is_file():
+        if not self._has_plan:
             return None
-        value: dict[str, Any] = atomic_io.read_json(path)
+        value: dict[str, Any] = atomic_io.read_json(self.folder / staging.PLAN)
         return value
 
     def write_plan(self, value: dict[str, Any]) -> None:
         with self.exclusive():
+            if self._staged:
+                staging.reopen(self.folder)
+            (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
             atomic_io.write_bytes(self.folder / staging.PLAN, json.dumps(value).encode(), site="plan")
 
     def clear(self) -> None:
         with self.exclusive():
-            atomic_io.remove([self.folder / staging.PLAN, self.folder / staging.ATTEMPT_LOG])
-            (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
+            staging.clear_job(self.folder)
 
     def release(self) -> None:
-        if self._lease is not None:
+        # A plan means that an interrupted write is stored here: its parts may have cost hours, so only the lease ends.
+        # Without a plan the folder is empty, and would stay beside the output forever.
+        if not self._has_plan:
+            self.finish()
+        elif self._lease is not None:
             lease, self._lease = self._lease, None
             lease.release()
 
@@ -96,17 +120,30 @@ class LocalState:
             lease, self._lease = self._lease, None
             staging.remove_leased(self.folder, lease)
 
+    @property
+    def _has_plan(self) -> bool:
+        return (self.folder / staging.PLAN).is_file()
+
 
 class StoredState:
     """State in objects below the target."""
 
+    locks = False
+
     def __init__(self, root: str) -> None:
-        self._objects = ObjectFolder(f"{root.rstrip('/')}/{STATE}/staging")
+        self.location = f"{root.rstrip('/')}/{STATE}/staging"
+        self._objects = ObjectFolder(self.location)
         self.folder = temporary_folder(root)
         self._lease: ObjectLease | None = None
 
+    def is_left(self) -> bool:
+        return self._objects.content(staging.PLAN) is not None
+
     def acquire(self, lease_s: float, name: str) -> None:
-        self._lease = acquire_object(self._objects, lease_s, name=name)
+        try:
+            self._lease = acquire_object(self._objects, lease_s, name=name)
+        except StorageError as error:
+            raise OutputError(f"{name}: cannot be written: {error}") from error
         (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -120,7 +157,7 @@ class StoredState:
         try:
             value: dict[str, Any] | None = None if content is None else json.loads(content)
         except ValueError as error:
-            raise DataError(f"{self._objects.location}/{staging.PLAN}: not valid JSON ({error})") from None
+            raise DataError(f"{self.location}/{staging.PLAN}: not valid JSON ({error})") from None
         return value
 
     def write_plan(self, value: dict[str, Any]) -> None:
@@ -150,11 +187,11 @@ def temporary_folder(name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / atomic_io.fingerprint(name)[:16]
 
 
-def state_of(root: str) -> JobState:
-    """Return the state of the job whose target is at this path or URL."""
-    if is_url(root):
-        return StoredState(root)
-    path = Path(root)
+def state_of(target: Target) -> JobState:
+    """Return the state of a target's jobs."""
+    if is_url(target.root):
+        return StoredState(target.root)
+    path = Path(target.root)
     if path.exists() and not path.is_dir():
-        raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
-    return LocalState(path)
+        raise OutputError(f"{path}: is a file; an output is a folder. Give another output.")
+    return LocalState(path, staged=target.staged)

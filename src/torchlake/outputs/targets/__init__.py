@@ -6,5 +6,5 @@
     delta           a Delta table, local or in an object store
     iceberg         a table of an Iceberg catalog
 
-Read `../target.py` first, then `../write.py`.
+Read `../target.py` first, then `../transaction.py`.
 """

@@ -57,6 +57,12 @@ class DeltaSnapshot:
         """The version's number; empty if there is no table, or it never had a row."""
         return "" if self.table is None else str(self.table.version())
 
+    @property
+    def latest(self) -> str | None:
+        """The commit that the last entries of the log name."""
+        entries = [] if self.table is None else self.table.history(HISTORY)
+        return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaTarget:
@@ -67,6 +73,7 @@ class DeltaTarget:
     options: SinkOptions
     partition_by: tuple[str, ...]
     reusable: bool = False
+    staged: bool = False
 
     def snapshot(self) -> DeltaSnapshot:
         """Return the newest version."""
@@ -123,23 +130,16 @@ class DeltaTarget:
         if self.options.mode != "overwrite":
             check_fit(self.shown, schema, pa.schema(table.schema().to_arrow()), add_columns=self.options.add_columns)
 
-    def has(self, snapshot: DeltaSnapshot, commit: str) -> bool:
-        """Return whether the log has the transaction of this commit."""
-        return snapshot.table is not None and snapshot.table.transaction_version(f"{APP}-{commit}") is not None
-
-    def latest(self, snapshot: DeltaSnapshot) -> str | None:
-        """Return the commit that the last entries of the log name."""
-        entries = [] if snapshot.table is None else snapshot.table.history(HISTORY)
-        return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
+    def has(self, snapshot: DeltaSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the log has the transaction of this commit and, with its record, lists no other files."""
+        if snapshot.table is None or snapshot.table.transaction_version(f"{APP}-{commit}") is None:
+            return False
+        files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]} if record is not None else None
+        return files is None or files == set(_paths(snapshot.table))
 
     def commits(self, snapshot: DeltaSnapshot) -> list[str]:
         """Return the commits whose records are kept."""
         return [one for one in stored_commits(self.root) if self.has(snapshot, one)]
-
-    def is_whole(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> bool:
-        """Return whether the table's files are those of this commit."""
-        files = {f"{APP}-{record['commit'][:16]}/{part['name']}" for part in record["parts"]}
-        return snapshot.table is not None and files == set(_paths(snapshot.table))
 
     def live(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return the parts that the log still lists."""
@@ -173,7 +173,7 @@ class DeltaTarget:
         found: int | None = snapshot.table.transaction_version(name)
         return found
 
-    def commit(self, snapshot: DeltaSnapshot, change: Change) -> None:
+    def commit(self, snapshot: DeltaSnapshot, change: Change) -> Mapping[str, Any]:
         """Make one transaction on top of this version."""
         from deltalake import CommitProperties, DeltaTable, Transaction
         from deltalake.exceptions import CommitFailedError, DeltaError
@@ -220,6 +220,7 @@ class DeltaTarget:
         except (DeltaError, OSError) as error:
             # The entry of the log may have been written before the error. The next attempt looks for the transaction.
             raise CommitUnknown(str(error)) from error
+        return change.record
 
     @property
     def _storage(self) -> dict[str, str] | None:

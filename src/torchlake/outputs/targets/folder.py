@@ -1,16 +1,145 @@
-"""Local Parquet folders, published by one rename; `output/commit.py` writes them."""
+"""Local Parquet folders: parts wait in a staging folder beside the output, and one rename publishes them.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+    plan.json first -> parts, each named by a hash of its inputs and settings -> commit.json -> one rename
+
+Even if processes are killed, the output is the old table or the whole new one. Late workers (a speculative copy, a task
+of a lost node) write by path: after the fence their path leads nowhere, so no file is added or replaced between the
+last check of the parts and the rename. Cost: one fsync and rename per part.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torchlake.errors import UsageError
-from torchlake.outputs.commit import WriteTransaction, write_transaction
-from torchlake.outputs.target import SinkOptions
-from torchlake.outputs.write import WriteRequest
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io
+from torchlake.errors import OutputError, StorageError, UsageError
+from torchlake.outputs.parts import TABLE, PartFolder
+from torchlake.outputs.records import schema_fields
+from torchlake.outputs.staging import folders as staging
+from torchlake.outputs.target import Change, SinkOptions
 from torchlake.storage.urls import is_url
-from torchlake.tables.record import committed_files, local_output, read_commit, recorded_schema
+from torchlake.tables.record import (
+    COMMIT,
+    FOLDER,
+    PLAN,
+    committed_files,
+    output_path,
+    read_commit,
+    recorded_schema,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSnapshot:
+    """A folder at one version."""
+
+    version: str
+    "The hash of the commit record, which has no id; empty before the first commit."
+
+    @property
+    def latest(self) -> str | None:
+        """The same hash."""
+        return self.version or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalFolderTarget:
+    """A local folder as an output."""
+
+    root: str
+    options: SinkOptions
+    partition_by: tuple[str, ...] = ()
+    reusable: bool = True
+    staged: bool = True
+
+    @property
+    def shown(self) -> str:
+        """Its path, without links."""
+        return self.root
+
+    def snapshot(self) -> LocalSnapshot:
+        """Return the version that is published now."""
+        try:
+            content = Path(self.root, COMMIT).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return LocalSnapshot(version="")
+        return LocalSnapshot(version=hashlib.sha256(content).hexdigest())
+
+    def check(self, snapshot: LocalSnapshot, schema: pa.Schema, key: str | None) -> None:
+        """Raise OutputError if something other than an output is there, or something that no rename can replace."""
+        out = Path(self.root)
+        if not out.exists():
+            if out.is_symlink():
+                raise OutputError(f"{out}: is a symbolic link to itself. Give another output.")
+        elif not out.is_dir():
+            raise OutputError(f"{out}: is a file; an output is a folder. Give another output.")
+        elif os.path.ismount(out):
+            raise OutputError(
+                f"{out}: is a mount point, which no rename can replace; give a folder in it: {out / 'table'}"
+            )
+        elif not snapshot.version and any(out.iterdir()):
+            raise OutputError(
+                f"{out}: holds files that torchlake did not write ({COMMIT} is missing). Give another output."
+            )
+
+    def has(self, snapshot: LocalSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether this version is published; the folder has no other rows."""
+        return snapshot.version == commit
+
+    def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
+        """Return the folder that becomes the output."""
+        return PartFolder(location=str(staging.staging_of(Path(self.root)) / TABLE))
+
+    def live(self, snapshot: LocalSnapshot, record: Mapping[str, Any]) -> None:
+        """Return None: the folder must have all parts and nothing else."""
+
+    def commit(self, snapshot: LocalSnapshot, change: Change) -> Mapping[str, Any]:
+        """Fence the staged folder, add plan and record, and exchange it with the output.
+
+        The caller holds the lock until the rename is done. A writer that takes the lease over needs the lock, so it
+        cannot begin between the check of the token and the rename. If this process is suspended here, a new writer
+        gives up after LOCK_WAIT_S and names it, instead of publishing beside it.
+        """
+        out = Path(self.root)
+        folder = staging.staging_of(out)
+        try:
+            fenced = staging.fence(folder)
+            _keep_only(fenced, folder / staging.MEMBERS, change)
+            record = {**change.record, **schema_fields(pq.read_schema(fenced / change.files[0].name))}
+            # Plan and record are inside before the rename, so the output never exists without them. After a crash up
+            # to the rename, `reopen` moves the folder back, and the next run keeps its parts.
+            (fenced / FOLDER).mkdir()
+            atomic_io.write_bytes(fenced / PLAN, (folder / staging.PLAN).read_bytes(), site="commit.plan")
+            atomic_io.write_json(fenced / COMMIT, record, site="commit")
+            staging.publish(folder, out)
+        except OSError as error:
+            raise atomic_io.storage_error(error, out) from error
+        return record
+
+
+def _keep_only(fenced: Path, members: Path, change: Change) -> None:
+    """Delete files that are not parts of this job (from late workers). Raises StorageError if a part is missing.
+
+    Parts whose rows are in larger files are moved: if the commit is interrupted, the job continues with them.
+    """
+    sizes = {part.name: part.bytes for part in change.files}
+    joined = {name for part in change.files for name in part.members}
+    if joined:
+        members.mkdir(exist_ok=True)
+    for path in list(fenced.iterdir()):
+        if path.name in joined:
+            os.rename(path, members / path.name)
+        elif path.name not in sizes:
+            atomic_io.remove([path])
+    for name, size in sizes.items():
+        if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
+            raise StorageError(f"{fenced / name}: the part is missing or truncated; run the same command again.")
 
 
 def recognizes(output: str, format: str | None) -> bool:
@@ -18,9 +147,8 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "parquet") and not is_url(output)
 
 
-@contextmanager
-def begin(output: str, options: SinkOptions, request: WriteRequest) -> Iterator[WriteTransaction]:
-    """Write to a folder; see `write_transaction`. Raises UsageError for options that a folder does not support."""
+def open_target(output: str, options: SinkOptions) -> LocalFolderTarget:
+    """Return the folder at a path, which need not exist yet. Raises UsageError for options that it does not support."""
     if options.mode in ("append", "replace-where"):
         raise UsageError(
             f"{output}: a Parquet folder is written as a whole, so mode {options.mode} is for Delta and Iceberg "
@@ -28,25 +156,11 @@ def begin(output: str, options: SinkOptions, request: WriteRequest) -> Iterator[
         )
     if options.partition_by or options.add_columns:
         raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
-    allowed = replace(request.allowed, overwrite=request.allowed.overwrite or options.mode == "overwrite")
-    with write_transaction(
-        local_output(output),
-        plan=request.plan,
-        fingerprint=request.fingerprint,
-        schema=request.schema,
-        quarantined=request.quarantined,
-        environment=request.environment,
-        allowed=allowed,
-        lease_s=request.lease_s,
-        spread=request.spread,
-        target_file_size=options.target_file_size,
-    ) as write:
-        yield write
+    return LocalFolderTarget(root=str(output_path(output)), options=options)
 
 
 def open_dataset(output: str) -> Any:
     """Return the committed rows as a pyarrow dataset. Raises TableError when it is not a finished output."""
-    import pyarrow as pa
     import pyarrow.dataset as ds
 
     schema = recorded_schema(read_commit(output))

@@ -22,7 +22,6 @@ from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, StorageError, UsageError
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER
-from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.redaction import redacted
 from torchlake.storage.folders import LocalFolder
@@ -43,6 +42,11 @@ class HubSnapshot:
     "Sizes of the files below the folder, by their names in it."
     record: dict[str, Any] | None
 
+    @property
+    def latest(self) -> str | None:
+        """The commit of the record."""
+        return None if self.record is None else str(self.record["commit"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubTarget:
@@ -58,6 +62,7 @@ class HubTarget:
     options: SinkOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = False
+    staged: bool = False
 
     def snapshot(self) -> HubSnapshot:
         """Return the newest version; its record and plan are stored on this machine."""
@@ -85,10 +90,6 @@ class HubTarget:
                 local.write(f"{name}.json", json.dumps(record, indent=1).encode(), site="hub.record")
         return HubSnapshot(version=version, sizes=sizes, record=record)
 
-    def prepare(self, schema: pa.Schema) -> None:
-        """Create the folder on this machine."""
-        Path(self.root).mkdir(parents=True, exist_ok=True)
-
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """Return a folder of this commit."""
         return PartFolder(location=f"{self.root}/{self.folder}data/{commit[:16]}")
@@ -101,21 +102,11 @@ class HubTarget:
                 "overwrite, or give another output."
             )
 
-    def has(self, snapshot: HubSnapshot, commit: str) -> bool:
-        """Return whether the record is of this commit."""
-        return self.latest(snapshot) == commit
-
-    def latest(self, snapshot: HubSnapshot) -> str | None:
-        """Return the commit of the record."""
-        return None if snapshot.record is None else str(snapshot.record["commit"])
-
-    def commits(self, snapshot: HubSnapshot) -> list[str]:
-        """Return the commit of the record alone: earlier ones were replaced."""
-        return [name for name in (self.latest(snapshot),) if name is not None]
-
-    def is_whole(self, snapshot: HubSnapshot, record: Mapping[str, Any]) -> bool:
-        """Return whether the rows are those of the record, each file with its size."""
-        return {name: snapshot.sizes[name] for name in _rows(snapshot)} == _recorded(record)
+    def has(self, snapshot: HubSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the record is of this commit and, if it is given, its files are all, each with its size."""
+        if snapshot.latest != commit:
+            return False
+        return record is None or {name: snapshot.sizes[name] for name in _rows(snapshot)} == _recorded(record)
 
     def live(self, snapshot: HubSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return the parts that are there, each one downloaded."""
@@ -132,16 +123,7 @@ class HubTarget:
                 found.add(name.rpartition("/")[2])
         return found
 
-    def live_files(self, snapshot: HubSnapshot) -> list[LiveFile]:
-        """Raise UsageError: a dataset is written as a whole."""
-        raise UsageError(f"{self.shown}: rows of a dataset on the Hub cannot be replaced.")
-
-    def position(self, snapshot: HubSnapshot, name: str) -> int | None:
-        """Return the position in the record."""
-        found: int | None = (snapshot.record or {}).get("positions", {}).get(name)
-        return found
-
-    def commit(self, snapshot: HubSnapshot, change: Change) -> None:
+    def commit(self, snapshot: HubSnapshot, change: Change) -> Mapping[str, Any]:
         """Upload the parts, then make one commit on top of this version."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
         from huggingface_hub.errors import HfHubHTTPError
@@ -181,6 +163,7 @@ class HubTarget:
                 f"{self.shown}: the Hub left out files of the commit. Check whether a .gitignore matches them."
             )
         shutil.rmtree(parts, ignore_errors=True)
+        return change.record
 
     def _content(self, name: str, version: str) -> bytes:
         from huggingface_hub import hf_hub_download

@@ -55,6 +55,12 @@ class IcebergSnapshot:
         current = None if self.table is None else self.table.current_snapshot()
         return "" if current is None else str(current.snapshot_id)
 
+    @property
+    def latest(self) -> str | None:
+        """The commit that the property names."""
+        found: str | None = None if self.table is None else self.table.properties.get(COMMIT)
+        return found
+
 
 @dataclass(kw_only=True)
 class IcebergTarget:
@@ -65,6 +71,7 @@ class IcebergTarget:
     table: Any
     "The table as it was when the job began; None if there was none."
     reusable: bool = False
+    staged: bool = False
 
     @property
     def shown(self) -> str:
@@ -155,31 +162,27 @@ class IcebergTarget:
         there = files.schema_to_arrow(table)
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
-    def has(self, snapshot: IcebergSnapshot, commit: str) -> bool:
-        """Return whether the table or an object beside it names the commit, and no rollback removed its snapshot."""
+    def has(self, snapshot: IcebergSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the table or an object beside it names the commit, and no rollback removed its snapshot.
+
+        With its record: whether the table also has no other files, and no deleted rows.
+        """
         table = snapshot.table
         if table is None:
             return False
         if table.properties.get(COMMIT) != commit and folder_at(_root(table)).content(_mark(table, commit)) is None:
             return False
-        return not files.was_rolled_back(table, [one for one in table.snapshots() if _commit_of(one) == commit])
-
-    def latest(self, snapshot: IcebergSnapshot) -> str | None:
-        """Return the commit that the property names."""
-        found: str | None = None if snapshot.table is None else snapshot.table.properties.get(COMMIT)
-        return found
+        if files.was_rolled_back(table, [one for one in table.snapshots() if _commit_of(one) == commit]):
+            return False
+        if record is None:
+            return True
+        folder, paths = _data_folder(table, commit), {one.file_path for one in files.live_files(table)}
+        return paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(table)
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
         """Return the commits whose records are kept."""
         root = "" if snapshot.table is None else _root(snapshot.table)
         return [one for one in stored_commits(root) if self.has(snapshot, one)] if root else []
-
-    def is_whole(self, snapshot: IcebergSnapshot, record: Mapping[str, Any]) -> bool:
-        """Return whether the table's files are those of this commit, without deleted rows."""
-        table = snapshot.table
-        folder = _data_folder(table, record["commit"])
-        paths = {one.file_path for one in files.live_files(table)}
-        return paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(table)
 
     def live(self, snapshot: IcebergSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return the parts that the current snapshot still lists."""
@@ -198,7 +201,7 @@ class IcebergTarget:
         text = None if snapshot.table is None else snapshot.table.properties.get(f"{POSITION}{name}")
         return None if text is None else int(text)
 
-    def commit(self, snapshot: IcebergSnapshot, change: Change) -> None:
+    def commit(self, snapshot: IcebergSnapshot, change: Change) -> Mapping[str, Any]:
         """Make one snapshot on top of this one; see the module's docstring."""
         table = snapshot.table
         # A table that was dropped and created again has other field ids, which are in the parts' files: its readers
@@ -231,6 +234,7 @@ class IcebergTarget:
                 # because the snapshot may exist.
                 self._discard(attempt)
                 raise
+        return change.record
 
     def _discard(self, attempt: Attempt) -> None:
         """Delete the manifests of a refused commit once it is certain that it was not made and cannot be made later."""

@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import STATE, Change, Conflict, SinkOptions
 from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
@@ -47,6 +46,11 @@ class FolderSnapshot:
         record = self.record
         return "" if record is None else str(record["commit"])
 
+    @property
+    def latest(self) -> str | None:
+        """The same id."""
+        return self.version or None
+
 
 @dataclass(frozen=True, kw_only=True)
 class FolderTarget:
@@ -57,6 +61,7 @@ class FolderTarget:
     options: SinkOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = True
+    staged: bool = False
     objects: ObjectFolder = field(repr=False)
 
     def snapshot(self) -> FolderSnapshot:
@@ -70,9 +75,6 @@ class FolderTarget:
             raise DataError(f"{self.root}/{COMMIT}: not a commit record of this version")
         return FolderSnapshot(found=found)
 
-    def prepare(self, schema: pa.Schema) -> None:
-        """Do nothing: an object store has no folders."""
-
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """Return the folder of all parts, with that of this commit in it."""
         return PartFolder(location=f"{self.root}/{PARTS}", below=f"{commit[:16]}/")
@@ -84,38 +86,15 @@ class FolderTarget:
                 f"{self.shown}: holds objects that torchlake did not write, such as {others[0]}. Give another output."
             )
 
-    def has(self, snapshot: FolderSnapshot, commit: str) -> bool:
-        """Return whether the record is of this commit."""
+    def has(self, snapshot: FolderSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the record is of this commit; the folder has no other rows."""
         return snapshot.version == commit
-
-    def latest(self, snapshot: FolderSnapshot) -> str | None:
-        """Return the commit of the record."""
-        return snapshot.version or None
-
-    def commits(self, snapshot: FolderSnapshot) -> list[str]:
-        """Return the commit of the record alone: earlier ones were replaced."""
-        return [snapshot.version] if snapshot.version else []
-
-    def is_whole(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> bool:
-        """Return whether every part is there with its size."""
-        sizes = folder_at(f"{self.root}/{PARTS}").sizes()
-        return all(sizes.get(part["name"]) == part["bytes"] for part in record["parts"])
 
     def live(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return all parts of the record."""
         return {part["name"] for part in record["parts"]}
 
-    def live_files(self, snapshot: FolderSnapshot) -> list[LiveFile]:
-        """Raise UsageError: a folder is written as a whole."""
-        raise UsageError(f"{self.shown}: rows of a Parquet folder cannot be replaced.")
-
-    def position(self, snapshot: FolderSnapshot, name: str) -> int | None:
-        """Return the position in the record."""
-        record = snapshot.record or {}
-        found: int | None = record.get("positions", {}).get(name)
-        return found
-
-    def commit(self, snapshot: FolderSnapshot, change: Change) -> None:
+    def commit(self, snapshot: FolderSnapshot, change: Change) -> Mapping[str, Any]:
         """Create the record, or replace it if it is still that of the snapshot; then delete what it does not list."""
         positions = {"positions": dict(change.positions)} if change.positions else {}
         content = json.dumps({**change.record, **positions}, indent=1).encode()
@@ -127,6 +106,7 @@ class FolderTarget:
             raise Conflict(f"{self.shown}: another commit was made")
         # Only after the record: until then, readers and resumed jobs use what this commit replaces.
         self._clean(change, snapshot.record)
+        return change.record
 
     def _clean(self, change: Change, replaced: Mapping[str, Any] | None) -> None:
         """Delete what this commit made obsolete."""

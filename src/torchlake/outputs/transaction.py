@@ -1,11 +1,13 @@
-"""Write exactly once to a target that is not a local folder: a table with a log, or a folder in an object store.
+"""Write exactly once to any target: even if processes are killed, its rows are those before or all of the job's.
 
-    plan first -> parts, in a folder that no reader lists -> record -> one conditional commit
+    plan first -> parts, each named by a hash of its inputs and settings -> record -> one commit
 
-The commit has an id, made from the plan and the settings. A target commits an id only once, and only on top of its
-newest version, so a retry after a lost answer, a second writer and a writer that was suspended either find that the
-commit was made, or are refused. After each refusal this module checks the lease again, whether the commit was made, and
-what else has changed. Cost: one object per part and a few for each commit; a job that is resumed reads its parts once.
+Engines run a chunk at least once. A second attempt finds the first one's part under the same name; a part counts only
+through the commit record; one writer at a time holds the lease. The commit has an id, made from the plan and the
+settings. A target commits an id only once, and only on top of its newest version, so a retry after a lost answer, a
+second writer and a writer that was suspended either find that the commit was made, or are refused. After each refusal
+this module checks the lease again, whether the commit was made, and what else has changed. Cost: one file or object per
+part and a few for each commit; a job that is resumed reads its parts once.
 """
 
 import random
@@ -17,20 +19,27 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import AccessError, FingerprintError, StorageError
+from torchlake.errors import AccessError, FingerprintError, LeaseLost, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.outputs.compatibility import AllowedChanges, JobSpec
 from torchlake.outputs.grouping import grouped
 from torchlake.outputs.parts import Part, PartFolder
-from torchlake.outputs.records import check_inputs, check_parts, commit_record, read_record, write_record
+from torchlake.outputs.records import (
+    check_inputs,
+    check_parts,
+    commit_record,
+    position_of,
+    read_record,
+    write_record,
+)
 from torchlake.outputs.rewrite import keys_in, without_keys
 from torchlake.outputs.staging.state import JobState
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, Target
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, Target, as_table
 from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
 from torchlake.storage.objects import access_advice
 from torchlake.storage.spread import Spread, in_process
-from torchlake.tables.plan import Chunk, Plan, plan_to_json
+from torchlake.tables.plan import Chunk, Plan
 
 ATTEMPTS, UNKNOWN = 60, 5
 "Attempts to commit: in all, because others commit in between; and those that got no clear answer."
@@ -59,32 +68,36 @@ class WriteRequest:
 
 
 @dataclass(kw_only=True)
-class TableWrite:
+class Transaction:
     """A write in progress, or, if `complete`, an output that needs no work."""
 
     target: Target
-    options: SinkOptions
     request: WriteRequest
     job: JobSpec
     id: str
     state: JobState
     parts: PartFolder
+    "Where workers write the parts."
     complete: bool = False
     record: dict[str, Any] | None = None
+    "The commit record, once there is one."
     pending: tuple[Chunk, ...] = ()
+    "Chunks without a sound part."
     done: list[Part] = field(default_factory=list)
+    "Sound parts of earlier runs."
     removed: int = 0
+    "Orphan and damaged files of an interrupted write."
     discarded: tuple[str, ...] = ()
     "The ids of interrupted writes that this one replaces."
 
     @property
     def plan(self) -> Plan:
-        """The plan in effect."""
+        """The plan in effect: files that were planned before keep their stored chunks."""
         return self.job.plan
 
     @property
     def staging(self) -> Path:
-        """A folder on this machine for the logs of attempts."""
+        """A folder on this machine; workers log their attempts in its folder `journal`."""
         return self.state.folder
 
     @property
@@ -95,52 +108,46 @@ class TableWrite:
     @property
     def committed_in(self) -> str:
         """Where the parts in the record are."""
-        return self.parts.location
+        return self.target.root if self.target.staged else self.parts.location
 
     def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
         """Make the rows of `parts`, one for each chunk of the plan, visible; return the commit record.
 
         Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
-        OutputError when the target has changed and no longer accepts the rows, StorageError when it cannot be reached.
+        OutputError when the target has changed and no longer accepts the rows, StorageError when it cannot be reached,
+        the disk is full or the staging folder was removed.
         """
         parts = sorted(parts, key=lambda part: part.chunk)
         check_parts(self.plan, parts)
-        # A file that changed after its chunks were read would make a commit with rows of two versions.
+        if not parts and self.target.staged:  # readers see the columns by the files
+            empty = pa.Table.from_batches([], self.request.schema)
+            parts = [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]
+        # Each chunk's file was checked when it was read. A file that changed since would make a commit whose rows come
+        # from two versions of the table, so all files are compared once more, as late as their rows can be refused.
         check_inputs(self.plan)
-        files = grouped(
-            self.parts,
-            parts,
-            size=self.options.target_file_size,
-            partition_by=self.target.partition_by,
-            spread=self.request.spread,
-        )
-        schema = self.parts.schema or self.request.schema
-        record = commit_record(
-            self.job, files, schema, provenance, quarantined=self.request.quarantined, removed=self.removed
-        )
-        record |= {"commit": self.id, "mode": self.options.mode, "output": self.target.shown}
-        record |= {"positions": dict(self.request.positions)} if self.request.positions else {}
-        change = Change(
-            id=self.id,
-            files=files,
-            schema=schema,
-            mode=self.options.mode,
-            record=record,
-            positions=self.request.positions,
-            discarded=self.discarded,
-        )
+        change = self._change(parts, provenance)
         failpoint("commit.ready")
-        self._commit(change)
+        try:
+            stored = self._commit(change)
+        except LeaseLost:
+            # A missing staging folder counts as a lost lease, because a successor removes it when it has committed.
+            # Without an output there was no successor: the folder was deleted.
+            if not self.target.staged or self.staging.exists() or self.target.snapshot().version:
+                raise
+            raise StorageError(
+                f"{self.staging}: was deleted, with all finished parts; run the same command again."
+            ) from None
         failpoint("commit.after_publish")
-        # The stored record is the one that counts: if an earlier attempt of this commit was made and its answer lost,
-        # that attempt's record is stored, with its own provenance and files.
-        self.complete, self.record = True, read_record(self.target, self.id) or record
-        # Parts that were joined to larger files are deleted only now. Before the commit they are what a resumed job
-        # would use; deleting by the list of this writer's own names cannot hit files of another commit.
-        listed = {file.name for file in files}
-        folder_at(self.parts.location).delete([part.name for part in parts if part.name not in listed])
+        # If an earlier attempt of this commit was made and its answer lost, that attempt's record is stored, with its
+        # own provenance and files.
+        self.complete, self.record = True, dict(stored or read_record(self.target, self.id) or change.record)
+        if not self.target.staged:
+            # Parts that were joined to larger files are deleted only now. Before the commit they are what a resumed job
+            # would use; deleting by the list of this writer's own names cannot hit files of another commit.
+            listed = {file.name for file in change.files}
+            folder_at(self.parts.location).delete([part.name for part in parts if part.name not in listed])
         failpoint("commit.cleanup")
-        # Last: while the plan is stored, the run after a crash knows the id of this commit, and finds it made.
+        # Last: while the plan is stored, the run after a crash knows that the commit was made.
         self.state.finish()
         return self.record
 
@@ -148,8 +155,38 @@ class TableWrite:
         """Release the lease."""
         self.state.release()
 
-    def _commit(self, change: Change) -> None:
-        """Try until the commit is made. Each attempt reads the newest version, and checks the lease after that."""
+    def _change(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> Change:
+        """Return what the commit does, with its files and its record."""
+        options, request = self.target.options, self.request
+        files = grouped(
+            self.parts,
+            parts,
+            size=options.target_file_size,
+            partition_by=self.target.partition_by,
+            spread=request.spread,
+        )
+        schema = self.parts.schema or request.schema
+        record = commit_record(
+            self.job, files, schema, provenance, quarantined=request.quarantined, removed=self.removed
+        )
+        if not self.target.staged:
+            record |= {"commit": self.id, "mode": options.mode, "output": self.target.shown}
+            record |= {"positions": dict(request.positions)} if request.positions else {}
+        return Change(
+            id=self.id,
+            files=files,
+            schema=schema,
+            mode=options.mode,
+            record=record,
+            positions=request.positions,
+            discarded=self.discarded,
+        )
+
+    def _commit(self, change: Change) -> Mapping[str, Any] | None:
+        """Try until the commit is made; return its record, or None if an earlier attempt was made.
+
+        Each attempt reads the newest version, and checks the lease after that.
+        """
         problem: Exception | None = None
         attempt = unknown = 0
         while attempt < ATTEMPTS and unknown < UNKNOWN:
@@ -160,19 +197,20 @@ class TableWrite:
             with self.state.exclusive():
                 # An attempt without a clear answer may have succeeded, also that of a process that was killed.
                 if self.target.has(snapshot, self.id):
-                    return
+                    return None
                 # Other writers may have changed columns or partitions, or added the same versions of a source, since
                 # the job began: each attempt must fit the version that it is made on.
                 self.target.check(snapshot, change.schema, self.request.key)
-                check_positions(self.target, snapshot, self.options, change.positions)
-                # Before the commit, which only has the id: without a record, rows of a committed id could be neither
-                # verified nor extended. A record without a commit is harmless.
-                write_record(self.target, self.id, change.record, plan_to_json(self.plan))
-                failpoint("commit.before_publish")
+                check_positions(self.target, snapshot, change.positions)
+                if not self.target.staged:
+                    # Before the commit, which only has the id: without a record, rows of a committed id could be
+                    # neither verified nor extended. A record without a commit is harmless.
+                    write_record(self.target, self.id, change.record, self.plan)
+                    failpoint("commit.before_publish")
                 try:
-                    self.target.commit(snapshot, change)
+                    stored = self.target.commit(snapshot, change)
                     failpoint("commit.publish")
-                    return
+                    return stored
                 except (Conflict, CommitUnknown) as error:
                     problem = error
             # Conflicts mean that others make progress, so many are tolerated. Unclear answers mean that the storage is
@@ -189,24 +227,25 @@ class TableWrite:
 
     def _replacing(self, snapshot: Any, change: Change) -> Change:
         """Return the change; for replace-where, with the files of this version that have replaced rows."""
-        key, deleted = self.request.key, self.request.deleted_keys
+        key, deleted, table = self.request.key, self.request.deleted_keys, as_table(self.target)
         if change.mode != "replace-where":
             return change
         assert key is not None, "replace-where has a key"
+        assert table is not None, "only a table is opened with this mode"
         values = keys_in(self.parts, change.files, key)
         chunks = [*values.chunks, *([deleted.cast(values.type)] if deleted is not None else [])]
-        live = self.target.live_files(snapshot)
+        live = table.live_files(snapshot)
         merged = pa.chunked_array(chunks, values.type).combine_chunks()
         removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
         return replace(change, removed=removed, kept=kept)
 
 
-def check_positions(target: Target, snapshot: Any, options: SinkOptions, positions: Mapping[str, int]) -> None:
+def check_positions(target: Target, snapshot: Any, positions: Mapping[str, int]) -> None:
     """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts over."""
-    if options.mode == "overwrite":
+    if target.options.mode == "overwrite":
         return
     for name, position in positions.items():
-        reached = target.position(snapshot, name)
+        reached = position_of(target, snapshot, name)
         if reached is not None and reached >= position:
             raise FingerprintError(
                 f"{target.shown}: meanwhile another job scored the source up to version {reached}; this job ends at "
