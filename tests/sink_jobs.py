@@ -43,13 +43,16 @@ def job(
     version: int = 1,
     chunk_rows: int = 2,
     failing: str = "",
+    unlucky: str = "",
     lease_s: float = 60.0,
     accept_new_input: bool = False,
+    overwrite: bool = False,
     **options: Any,
 ) -> int:
     """Write every row of a Parquet file, as `predict` does; returns how many chunks were computed.
 
-    Rows whose column `t` has the text `failing` have an error.
+    Rows whose column `t` has the text `failing` have an error; so has `unlucky`, but for a passing reason: another call
+    of the same job may do without.
     """
     table = open_table(source)
     columns = table.schema.names
@@ -62,7 +65,7 @@ def job(
         fingerprint={"version": version, "failing": failing},
         schema=schema,
         lease_s=lease_s,
-        allowed=AllowedChanges(new_input=accept_new_input),
+        allowed=AllowedChanges(new_input=accept_new_input, overwrite=overwrite),
     )
     failpoint("test.planned")
     with place.begin(request) as write:
@@ -73,7 +76,8 @@ def job(
         for chunk in write.pending:
             rows, _ = reader.read(chunk)
             failpoint("test.read")
-            errors = ["failed: asked for" if failing and text == failing else None for text in rows["t"].to_pylist()]
+            bad = {failing, unlucky} - {""}
+            errors = ["failed: asked for" if text in bad else None for text in rows["t"].to_pylist()]
             found = pa.table([row_ids(chunk), *rows.columns, pa.array(errors, pa.string())], schema=schema)
             name = part_name(write.plan, chunk, write.job.fingerprint)
             parts.append(write.parts.write(name, found, chunk=chunk.index))

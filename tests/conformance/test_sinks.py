@@ -294,6 +294,20 @@ def test_failed_rows_are_kept_with_their_error(output: Output, source: Path) -> 
     assert rows.num_rows == ROWS
 
 
+@pytest.mark.parametrize("asked", [{"overwrite": True}, {"mode": "overwrite"}], ids=["option", "mode"])
+def test_to_overwrite_an_interrupted_write_tries_its_failed_rows_again(
+    output: Output, source: Path, asked: dict[str, Any]
+) -> None:
+    """Except in an object store, where no lock keeps a writer out that still knows the first parts."""
+    killed = {"armed": "commit.ready:1:kill9", "unlucky": "text 3"}
+    assert output.run(source, **killed, **asked) is None
+    assert output.computed(source, **asked) == (1 if output.kind.fenced else 0)
+    rows = output.kind.read(output.place)
+    assert rows is not None
+    assert rows.num_rows - rows["error"].null_count == (0 if output.kind.fenced else 1)
+    assert output.ids() == ALL
+
+
 def test_files_have_about_the_size_that_is_asked_for(output: Output, tmp_path: Path) -> None:
     source = write_source(tmp_path / "in.parquet", source_rows(64))
     one_part = output.at("single")

@@ -4,8 +4,8 @@
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -90,11 +90,9 @@ class Output:
         name = self.target.snapshot().latest
         return {} if name is None else read_record(self.target, name) or {}
 
-    @contextmanager
-    def begin(self, request: WriteRequest) -> Iterator[Transaction]:
+    def begin(self, request: WriteRequest) -> AbstractContextManager[Transaction]:
         """Write the result of a plan, exactly once; see `transaction`."""
-        with transaction(self.target, request) as write:
-            yield write
+        return transaction(self.target, request)
 
     def refuse_input(self, files: Sequence[str]) -> None:
         """Raise UsageError if an input file is inside the output, which would replace it or add to it."""

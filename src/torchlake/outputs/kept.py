@@ -50,14 +50,14 @@ def keep_sound_parts(write: Transaction, published: JobSpec | None) -> None:
     covered = {chunk for part in kept for chunk in part.all_chunks}
     sizes = _sizes(folder.location)
     staged = [
-        (folder, name, chunk)
+        (folder, name, chunk.index, chunk.rows)
         for name, chunk in expected.items()
         if f"{folder.below}{name}" in sizes and chunk.index not in covered
     ]
-    size = sum(sizes[f"{folder.below}{name}"] for _, name, _ in staged)
+    size = sum(sizes[f"{folder.below}{one[1]}"] for one in staged)
     found = spread(_read_staged, staged, size=size, name="check finished chunks")
     unsound = []
-    for (_, name, _), part in zip(staged, found, strict=True):
+    for (_, name, *_), part in zip(staged, found, strict=True):
         # To overwrite is to try failed rows again, so their chunk must become pending. The file has to go, because the
         # first part of a name wins in `PartFolder.store`.
         if part is None or (thorough and part.failed and write.state.locks):
@@ -142,9 +142,9 @@ def _is_unchanged(one: tuple[str, Part]) -> bool:
     return content is not None and hashlib.sha256(content).hexdigest() == part.sha256
 
 
-def _read_staged(one: tuple[PartFolder, str, Chunk]) -> Part | None:
-    folder, name, chunk = one
-    return folder.find(name, chunk.index, chunk.rows)
+def _read_staged(one: tuple[PartFolder, str, int, int]) -> Part | None:
+    folder, name, chunk, rows = one
+    return folder.find(name, chunk, rows)
 
 
 def _sizes(location: str) -> dict[str, int]:

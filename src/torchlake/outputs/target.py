@@ -145,6 +145,19 @@ class Table(Protocol):
         """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""
 
 
+FOLDER_HINT = " --accept-new-input adds the rows of new input files to a folder."
+
+
+def refuse_table_options(output: str, options: SinkOptions, *, kind: str, hint: str = "") -> None:
+    """Raise UsageError for options that an output which is written as a whole does not support."""
+    if options.mode in ("append", "replace-where"):
+        raise UsageError(
+            f"{output}: {kind} is written as a whole, so mode {options.mode} is for Delta and Iceberg tables.{hint}"
+        )
+    if options.partition_by or options.add_columns:
+        raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
+
+
 def as_table(target: Target) -> Table | None:
     """Return a target as a table; None if its rows have one commit."""
     return cast(Table, target) if hasattr(target, "live_files") else None

@@ -9,8 +9,7 @@ import getpass
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +39,7 @@ class JobState(Protocol):
     def acquire(self, lease_s: float, name: str) -> None:
         """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
 
-    def exclusive(self) -> Any:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Return a context in which this writer may commit. Raises LeaseLost if another one has taken over."""
 
     def read_plan(self) -> dict[str, Any] | None:
@@ -83,11 +82,9 @@ class LocalState:
             if not self._has_plan:
                 staging.clear_job(self.folder)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         assert self._lease is not None, "called between acquire and release"
-        with self._lease.exclusive():
-            yield
+        return self._lease.exclusive()
 
     def read_plan(self) -> dict[str, Any] | None:
         if not self._has_plan:
@@ -146,11 +143,10 @@ class StoredState:
             raise OutputError(f"{name}: cannot be written: {error}") from error
         (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         assert self._lease is not None, "called between acquire and release"
         self._lease.check()
-        yield
+        return nullcontext()
 
     def read_plan(self) -> dict[str, Any] | None:
         content = self._objects.content(staging.PLAN)

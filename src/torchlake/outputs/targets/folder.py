@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
-from torchlake.errors import OutputError, StorageError, UsageError
+from torchlake.errors import OutputError, StorageError
 from torchlake.outputs.parts import TABLE, PartFolder
 from torchlake.outputs.records import schema_fields
 from torchlake.outputs.staging import folders as staging
-from torchlake.outputs.target import Change, SinkOptions
+from torchlake.outputs.target import FOLDER_HINT, Change, SinkOptions, refuse_table_options
 from torchlake.storage.urls import is_url
 from torchlake.tables.record import (
     COMMIT,
@@ -149,13 +149,7 @@ def recognizes(output: str, format: str | None) -> bool:
 
 def open_target(output: str, options: SinkOptions) -> LocalFolderTarget:
     """Return the folder at a path, which need not exist yet. Raises UsageError for options that it does not support."""
-    if options.mode in ("append", "replace-where"):
-        raise UsageError(
-            f"{output}: a Parquet folder is written as a whole, so mode {options.mode} is for Delta and Iceberg "
-            "tables. --accept-new-input adds the rows of new input files to a folder."
-        )
-    if options.partition_by or options.add_columns:
-        raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
+    refuse_table_options(output, options, kind="a Parquet folder", hint=FOLDER_HINT)
     return LocalFolderTarget(root=str(output_path(output)), options=options)
 
 

@@ -22,7 +22,7 @@ from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, StorageError, UsageError
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, refuse_table_options
 from torchlake.redaction import redacted
 from torchlake.storage.folders import LocalFolder
 from torchlake.tables.record import is_record, recorded_arrow_schema
@@ -206,12 +206,7 @@ def open_target(output: str, options: SinkOptions) -> HubTarget:
         raise UsageError(
             f"{redacted(output)}: write a dataset as hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME/FOLDER."
         )
-    if options.mode in ("append", "replace-where"):
-        raise UsageError(
-            f"{output}: a dataset is written as a whole, so mode {options.mode} is for Delta and Iceberg tables."
-        )
-    if options.partition_by or options.add_columns:
-        raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
+    refuse_table_options(output, options, kind="a dataset")
     revision, folder = match["revision"] or constants.DEFAULT_REVISION, match["folder"] or ""
     root = Path(constants.HF_HOME) / "torchlake" / atomic_io.fingerprint([constants.ENDPOINT, output.rstrip("/")])[:16]
     return HubTarget(

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.target import STATE, Change, Conflict, SinkOptions
+from torchlake.outputs.target import FOLDER_HINT, STATE, Change, Conflict, SinkOptions, refuse_table_options
 from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
 from torchlake.storage.objects import Found, ObjectFolder
@@ -136,13 +136,7 @@ def open_target(output: str, options: SinkOptions) -> FolderTarget:
             f"{redacted(output)}: cannot be written to. Give a local path, a URL of {', '.join(EXTRAS)}, a Hub dataset "
             "or the name of an Iceberg table."
         )
-    if options.mode in ("append", "replace-where"):
-        raise UsageError(
-            f"{output}: a Parquet folder is written as a whole, so mode {options.mode} is for Delta and Iceberg "
-            "tables. --accept-new-input adds the rows of new input files to a folder."
-        )
-    if options.partition_by:
-        raise UsageError(f"{output}: partition_by is for Delta and Iceberg tables.")
+    refuse_table_options(output, options, kind="a Parquet folder", hint=FOLDER_HINT)
     url = output.rstrip("/")
     return FolderTarget(shown=url, root=url, options=options, objects=ObjectFolder(url))
 
