@@ -23,7 +23,7 @@ from torchlake.outputs import begin
 from torchlake.outputs import transaction as _write
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.staging import state as _state
-from torchlake.storage import lease, objects
+from torchlake.storage import lease, liveness, objects
 from torchlake.storage import object_lease as _object_lease
 
 HANG_S = 60.0
@@ -209,7 +209,8 @@ class World:
         threads = SimpleNamespace(Thread=self._thread, Event=lambda: _Event(self), Lock=lambda: _Mutex(self))
         process = SimpleNamespace(**{**vars(psutil), "Process": self._process})
         system = SimpleNamespace(**{**vars(os), "getpid": lambda: self._writer().pid, "close": self._close})
-        self._set(lease, time=time, threading=threads, psutil=process, os=system, LOCK_WAIT_S=LOCK_WAIT_S)
+        self._set(lease, time=time, threading=threads, os=system, LOCK_WAIT_S=LOCK_WAIT_S)
+        self._set(liveness, psutil=process, os=system, machine_id=lambda: self._writer().machine)
         self._set(lease, fcntl=SimpleNamespace(**{**vars(fcntl), "flock": self._flock}))
         self._set(_object_lease, time=time, threading=threads)
         self._set(_write, time=time, failpoint=self.stop)
@@ -217,8 +218,6 @@ class World:
         self._set(_state, temporary_folder=lambda name: self.folder / f"logs-{atomic_io.fingerprint(name)[:16]}")
         for module in (atomic_io, staging):
             self._set(module, failpoint=self._durable)
-        for module in (lease, _object_lease):
-            self._set(module, machine_id=lambda: self._writer().machine)
         for module, name in BEFORE:
             self._set(module, **{name: self._stopping(getattr(module, name), name)})
 

@@ -18,6 +18,7 @@ import misbehaving
 import torchlake as tl
 from torchlake.jobs.worker import poison_rows
 from torchlake.models import load
+from torchlake.storage import liveness
 from torchlake.tables.reading import ChunkReader
 from torchlake.tasks import _tokens
 
@@ -67,7 +68,7 @@ def leave_dead(folder: Path, chunk: int, *running: Any, **known: Any) -> None:
     state = {
         **DEAD,
         **known,
-        "machine": poison_rows._machine(),
+        "machine": liveness.machine_id(),
         "pid": 2**22 + 1,
         "started": 0,
     }  # no process has this id

@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from torchlake import atomic_io
 from torchlake.errors import DataError, LeaseLost, Locked, OutputError, StorageError
+from torchlake.storage import liveness
+from torchlake.storage.liveness import ProcessIdentity
 
 LOCK_WAIT_S = 30.0
 LOCK_POLL_S = 0.01
@@ -97,14 +97,14 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
 
 def next_lease(current: dict[str, Any], lease_s: float) -> dict[str, Any]:
     """Return the lease of this process after the `current` one, which may be empty."""
-    now = time.time()
+    now, process = time.time(), liveness.this_process()
     return {
         "epoch": int(current.get("epoch", 0)) + 1,
         "token": secrets.token_hex(8),
-        "pid": os.getpid(),
-        "created": psutil.Process().create_time(),
+        "pid": process.pid,
+        "created": process.created,
         "host": socket.gethostname(),
-        "machine": machine_id(),
+        "machine": process.machine,
         "started": now,
         "renewed": now,
         "lease_s": lease_s,
@@ -204,20 +204,12 @@ def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
     # stopped renewing. Its token no longer fits when it wakes up, so it cannot commit.
     if lease.get("released") or _age_s(staging) > lease["lease_s"]:
         return False
-    return lease["machine"] != machine_id() or is_running(lease)
+    return liveness.is_running(writer_of(lease)) is not False
 
 
-def is_running(lease: dict[str, Any]) -> bool:
-    """Return whether the process that wrote a lease on this machine still runs."""
-    try:
-        process = psutil.Process(lease["pid"])
-        # Process ids are reused, so the start time must fit too, up to the rounding of the kernel's clock ticks. A
-        # zombie has ended; its id stays until its parent reaps it, which in a container may never happen.
-        return bool(abs(process.create_time() - lease["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True  # another user's process: it exists, and waiting is safer than two writers
+def writer_of(lease: dict[str, Any]) -> ProcessIdentity:
+    """Return the process that a lease names."""
+    return ProcessIdentity(lease["machine"], lease["pid"], lease["created"])
 
 
 def _age_s(staging: Path) -> float:
@@ -226,15 +218,6 @@ def _age_s(staging: Path) -> float:
     lock = staging / "lock"
     os.utime(lock)
     return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)
-
-
-def machine_id() -> str:
-    """Return the scope in which a process id is unique: this boot of this kernel, this process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def describe_holder(lease: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """One writer at a time in an object store: a lease, changed only by conditional writes.
 
-It works like `output/lease.py` on a file system: the object names the writer and has a random token; a thread renews
+It works like `lease.py` on a file system: the object names the writer and has a random token; a thread renews
 it. A lease whose process is dead (same machine), or that was not renewed in time by the store's own clock, is taken
 over. A writer that was suspended meanwhile finds another token. The commit itself is conditional too, so the lease only
 saves two writers from computing the same rows; it is not what prevents duplicate rows. Cost: a request per quarter of a
@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from torchlake.errors import StorageError
-from torchlake.storage.lease import check_holder, held_by, is_running, machine_id, next_lease
+from torchlake.storage.lease import check_holder, held_by, next_lease, writer_of
+from torchlake.storage.liveness import is_running
 from torchlake.storage.objects import Found, ObjectFolder
 
 NAME = "lease.json"
@@ -98,7 +99,7 @@ def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectL
 def _is_live(state: ObjectFolder, found: Found, lease: dict[str, Any]) -> bool:
     if not lease or lease.get("released"):
         return False
-    if lease["machine"] == machine_id() and not is_running(lease):
+    if is_running(writer_of(lease)) is False:
         return False
     # Both times come from the store's clock, so machines whose clocks differ by hours cannot end a live lease. Without
     # an answer the lease counts as live: a needless wait costs a retry, a wrong takeover ends the other writer's job.

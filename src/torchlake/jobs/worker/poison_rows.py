@@ -24,7 +24,6 @@ process.
 import faulthandler
 import json
 import os
-import platform
 import secrets
 import threading
 import time
@@ -33,11 +32,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import psutil
 import pyarrow as pa
 
 from torchlake.atomic_io import storage_error
 from torchlake.errors import TableError
+from torchlake.storage.liveness import ProcessIdentity, is_running, this_process
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 
@@ -156,15 +155,14 @@ class Attempt:
         undecided = list(others)
         while undecided:
             for other in list(undecided):
-                changed = _changed(other)
-                state = _state(other)
+                changed, running = _changed(other), _is_running(other)
                 if changed is None:
                     undecided.remove(other)  # the log was deleted: its chunk is done, or another attempt has read it
-                elif state is not None and state.get("machine") == _machine():
+                elif running is not None:
                     # A live attempt on this machine is left alone: both may score the chunk, and the first part wins.
                     # To suspect its rows would mark innocent ones, which are then scored one by one.
                     undecided.remove(other)
-                    if not _is_running(state):
+                    if not running:
                         yield other
                 else:
                     # The process is on another machine, so only its heartbeat shows whether it is alive. Clocks of
@@ -268,32 +266,18 @@ def _reason(step: Step, trace: Path) -> str:
 
 def _self() -> dict[str, Any]:
     """Return the data by which a later attempt finds out whether this process still runs."""
-    return {"machine": _machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    process = this_process()
+    return {"machine": process.machine, "pid": process.pid, "started": process.created}
 
 
-def _machine() -> str:
-    """Return the name of this machine and its pid namespace; containers have their own."""
-    try:
-        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return platform.node()
-
-
-def _is_running(state: dict[str, Any]) -> bool:
-    try:
-        process = psutil.Process(state["pid"])
-        return process.create_time() == state["started"] and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _state(attempt: Path) -> dict[str, Any] | None:
-    """Return the first line; None if it is incomplete because its process was killed."""
+def _is_running(attempt: Path) -> bool | None:
+    """Return whether the process of a log runs; None if it is on another machine, or was killed in the first line."""
     try:
         first, newline, _ = attempt.read_text(encoding="utf-8").partition("\n")
     except OSError:
         return None
-    return json.loads(first) if newline else None
+    state = json.loads(first) if newline else {}
+    return is_running(ProcessIdentity(state["machine"], state["pid"], state["started"])) if state else None
 
 
 def _changed(path: Path) -> float | None:
