@@ -67,7 +67,7 @@ def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: 
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
     (path / name).write_bytes(trap)
-    found, problems = format.newest(FolderStore(tmp_path / "checkpoints"))
+    found, problems = format.newest(FolderStore(tmp_path / "checkpoints"), "test")
     assert found is not None
     assert problems == []
     for kind in (format.MODEL, format.OPTIMIZER):
@@ -83,7 +83,7 @@ def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, kind: str
     (path / f"{kind}.safetensors").write_bytes(trap)
     (path / atomic_io.MANIFEST).unlink()
     atomic_io.write_manifest(path, site="test")
-    found, _ = format.newest(FolderStore(tmp_path / "checkpoints"))
+    found, _ = format.newest(FolderStore(tmp_path / "checkpoints"), "test")
     assert found is not None
     with pytest.raises(DataError, match=f"{kind}.safetensors: cannot be read"):
         load(found.path, kind)

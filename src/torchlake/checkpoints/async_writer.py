@@ -66,7 +66,7 @@ class CheckpointWriter:
             with self._fenced():
                 format.publish(draft, **publish)
                 if keep is not None:
-                    format.prune(draft.store, keep)
+                    format.prune(draft.store, keep, draft.attempt)
 
         taken = snapshot.take(kinds) if background else Snapshot(kinds=kinds, copied=None)
         job = _Job(draft=draft, snapshot=taken, publish=make_visible)

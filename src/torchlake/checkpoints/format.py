@@ -25,7 +25,7 @@ from torchlake.checkpoints import shards as sharding
 from torchlake.checkpoints.location import CheckpointStore, check_owner
 from torchlake.checkpoints.shards import Pieces, Shards, Tensors
 from torchlake.checkpoints.store import BEST, STATE, Draft
-from torchlake.errors import DataError, TorchlakeError, UnsafeError
+from torchlake.errors import DataError, StorageError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 
 MODEL = "model"
@@ -74,7 +74,8 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
     checkpoints then stay as they are.
     """
     # As late as possible, because a launch that was taken over may have been suspended while it wrote its shard. Its
-    # checkpoint must not replace that of its successor, which may have come further.
+    # checkpoint must not replace that of its successor, which may have come further. An object store checks it once
+    # more, with the write that makes the checkpoint visible.
     check_owner(draft.store, draft.attempt)
     try:
         manifests = draft.store.rank_manifests(draft)
@@ -86,6 +87,9 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
         draft.store.commit(draft, {**fields, "files": files}, mine)
     except OSError as error:
         raise atomic_io.storage_error(error, draft.path) from error
+    except (DataError, StorageError):
+        check_owner(draft.store, draft.attempt)  # a successor may have removed what this launch uploaded
+        raise
 
 
 def abandon(draft: Draft) -> None:
@@ -93,8 +97,11 @@ def abandon(draft: Draft) -> None:
     atomic_io.remove([draft.staging])
 
 
-def prune(store: CheckpointStore, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and best models that none of them names. Raises StorageError."""
+def prune(store: CheckpointStore, keep: int, attempt: str) -> None:
+    """Delete all but the newest `keep` checkpoints, and best models that none of them names.
+
+    Raises StorageError, LeaseLost when the launch `attempt` is no longer the writer.
+    """
     # Best models go after the checkpoints that name them. After a crash in between, a best model without a name is
     # removed by the next call; the other way round a checkpoint would name a model that is missing.
     try:
@@ -104,18 +111,19 @@ def prune(store: CheckpointStore, keep: int) -> None:
         named = {f"{BEST}/{_name(best['step'])}" for best in bests}
         for name in [*old, *(best for best in store.list_complete(BEST) if best not in named)]:
             failpoint("checkpoint.prune")
-            store.delete(name)
+            store.delete(name, attempt)
     except OSError as error:
         raise atomic_io.storage_error(error, store.path("")) from error
 
 
-def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
+def newest(store: CheckpointStore, attempt: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest complete checkpoint in `store`, verified, and a message for each one that was corrupt.
 
     Returns (None, []) when none was ever written. Corrupt ones are set aside. Raises DataError when all checkpoints are
-    corrupt, instead of silently restarting from the beginning; StorageError when the store cannot be reached.
+    corrupt, instead of silently restarting from the beginning; StorageError when the store cannot be reached; LeaseLost
+    when the launch `attempt` is no longer the writer.
     """
-    store.remove_incomplete()
+    store.remove_incomplete(attempt)
     problems: list[str] = []
     for name in reversed(store.list_complete()):
         try:
@@ -126,7 +134,7 @@ def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
             problem = (
                 str(error) if isinstance(error, TorchlakeError) else f"{store}/{name}/{atomic_io.MANIFEST}: is damaged"
             )
-            aside = store.set_aside(name)
+            aside = store.set_aside(name, attempt)
             problems.append(f"{problem}. It was set aside as {aside}; an older checkpoint is used, if there is one.")
     if store.has_corrupt():
         raise DataError(

@@ -3,8 +3,8 @@
 The run folder has a lease; an external store may be found by other machines with other run folders. So its `run.json`
 states its run's identity: the job's settings that must not change, the task, and the content of the tables. Once there
 are checkpoints, another job, or the same job over other rows, is refused; the same job may continue from a new, empty
-run folder. The last launch that started is the writer: `run.json` has its name, which is checked before a checkpoint
-becomes visible.
+run folder. The last launch that started is the writer: `run.json` has its name. In a folder it is checked before a
+checkpoint becomes visible; in an object store the checkpoint becomes visible by a conditional change of `run.json`.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.checkpoints.object_store import ObjectStore
-from torchlake.checkpoints.store import RUN, FolderStore
-from torchlake.errors import FingerprintError, LeaseLost
+from torchlake.checkpoints.store import RUN, FolderStore, taken_over
+from torchlake.errors import FingerprintError
 from torchlake.storage.urls import is_url
 
 FOLDER = "checkpoints"
@@ -48,24 +48,37 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
     """
     if not store.external:
         return
-    found, used = store.read_json(RUN), store.is_used()
+    while True:
+        before = store.read_owner()
+        _check_identity(store, None if before is None else before.belongs, identity, is_new=before is None)
+        # The last launch wins. An earlier one that still runs finds the other name, and stops before its next
+        # checkpoint becomes visible. Of two launches that start at the same time, one has to look again.
+        if store.write_owner(before, identity, attempt):
+            return
+
+
+def _check_identity(
+    store: CheckpointStore, before: Mapping[str, Any] | None, identity: Mapping[str, Any], *, is_new: bool
+) -> None:
+    """Raise FingerprintError unless a store is of the run `identity`, or without checkpoints."""
+    used = store.is_used()
     # Without run.json the files may be of another run, or of the user. To continue them would train on from foreign
     # weights, and pruning would delete them.
-    if found is None and used:
+    if is_new and used:
         raise FingerprintError(
             f"{store}: is not empty, but has no {RUN} that identifies its run. Give another train.checkpoint_folder."
         )
-    before = found.get("belongs") if isinstance(found, dict) else None
-    if found is not None and not isinstance(before, dict):
+    if is_new:
+        return
+    if not isinstance(before, dict):
         raise FingerprintError(f"{store}/{RUN}: is damaged. Give another train.checkpoint_folder, or delete this one.")
     differing = [
         f"  {name}: {before.get(name)!r} -> {identity.get(name)!r}"
-        for name in dict.fromkeys([*(before or {}), *identity])
-        if before is not None and before.get(name) != identity.get(name)
+        for name in dict.fromkeys([*before, *identity])
+        if before.get(name) != identity.get(name)
     ]
     # A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
-    may_grow = before is not None and shorter(before, identity) is None
-    if may_grow:
+    if shorter(before, identity) is None:
         differing = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
     # A store without checkpoints may change its run: a first launch that failed early must not block the corrected job.
     if used and differing:
@@ -74,9 +87,6 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
             + "\n".join(differing)
             + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
-    # The last launch wins, because fsspec has no conditional writes on which a lease could be built. An earlier launch
-    # that still runs finds the other name in `check_owner`, and stops before its next checkpoint becomes visible.
-    store.write_json(RUN, {"format": 1, "belongs": dict(identity), "attempt": attempt}, site="checkpoint.claim")
 
 
 def shorter(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -92,9 +102,6 @@ def check_owner(store: CheckpointStore, attempt: str) -> None:
     """Raise LeaseLost unless `attempt` is the launch that an external store belongs to."""
     if not store.external:
         return
-    found = store.read_json(RUN)
-    if not isinstance(found, dict) or found.get("attempt") != attempt:
-        raise LeaseLost(
-            f"{store}: another process has taken this run over, or {RUN} was deleted there. Nothing more of this run "
-            "is saved."
-        )
+    owner = store.read_owner()
+    if owner is None or owner.attempt != attempt:
+        raise taken_over(store)

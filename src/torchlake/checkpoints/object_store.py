@@ -1,46 +1,50 @@
-"""Checkpoints below an fsspec URL: object stores, and other storage without an atomic rename.
+"""Checkpoints below a URL, where nothing can be renamed: one conditional write makes a checkpoint visible.
 
-    URL/run.json                                  the run they belong to, and the current writer (location.py)
-    URL/step_00000120/manifest.json               written last: the checkpoint exists once it does
-    URL/step_00000120/5f0c93d1/model-00000-of-00002.safetensors   optimizer-00000-of-00002.safetensors   state.json
+    URL/run.json    the run they belong to, its writer, and the manifests of all visible checkpoints
+    URL/step_00000120/5f0c93d1/model-00000-of-00002.safetensors   optimizer-...   state.json   manifest.json
     URL/best/step_00000080/...
 
-A rank writes its files into a hidden folder of the run folder and uploads each from there. They are stored under the
-name of the attempt, so uploads of a rank that was presumed dead never mix with its successor's. Deletion starts with
-the manifest. To be read, a checkpoint is downloaded into the run folder, which all ranks reach, and verified against
-its manifest. Cost: space for one checkpoint in the run folder; a read at start crosses the network twice if the run
-folder is remote. After an upload only sizes are checked: the storage verifies what it receives.
+A rank writes its files into a hidden folder of the run folder and uploads each from there, below the name of its launch
+(the attempt). So no launch replaces a file of another one, and run.json alone decides which files are a checkpoint.
+
+The last launch that started is the writer (`location.py`). Each change of run.json (claim, publish, delete, set aside)
+replaces exactly the version that was read, and is made only if that version names this launch. So a launch that was
+taken over, and suspended at any place before, can publish nothing. It can delete nothing of its successor either: the
+files are listed first, then run.json shows that this launch was still the writer, then only listed files are deleted,
+and the successor's files did not exist when they were listed. A checkpoint leaves run.json before its files go.
+
+A store of the version before has no list in run.json, and its manifests are at `step_00000120/manifest.json` (visible)
+or `manifest.json.torn` (corrupt). The first claim lists them. The identity of the run is in another field since then,
+so that the version before refuses the store instead of removing what it does not see.
+
+To be read, a checkpoint is downloaded into the run folder, which all ranks reach, and verified against its manifest.
+Cost: space for one checkpoint in the run folder; a read at start crosses the network twice if the run folder is remote.
+After an upload only sizes are checked: the storage verifies what it receives.
 """
 
 import json
-import logging
 import posixpath
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchlake import atomic_io
-from torchlake.checkpoints.store import BEST, RUN, STATE, Draft, Files
+from torchlake.checkpoints.store import BEST, RUN, STATE, Draft, Files, Owner, taken_over
 from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
-from torchlake.redaction import USER, redacted
-from torchlake.storage.urls import check_url, filesystem_of, missing_library
+from torchlake.redaction import redacted
+from torchlake.storage.folders import Objects, objects_at
 
-log = logging.getLogger(__name__)
+LISTED, CORRUPT = "checkpoints", "corrupt"
+"Fields of run.json: the manifests of visible checkpoints, and of those that were set aside, by name."
+IN_CHECKPOINT = re.compile(rf"(?P<name>(?:{BEST}/)?step_\d+)/(?P<file>.+)")
+LISTED_BEFORE = {atomic_io.MANIFEST: LISTED, f"{atomic_io.MANIFEST}.torn": CORRUPT}
+"What the version before meant by a file of this name in a checkpoint's folder."
 
-PAUSES_S = (0.5, 3.0)
-"Seconds before each retry; most fsspec file systems have already retried by then."
-SET_ASIDE = f"{atomic_io.MANIFEST}.torn"
-IN_CHECKPOINT = re.compile(rf"((?:{BEST}/)?step_\d+)/.+")
-
-T = TypeVar("T")
-
-
-class _NotFound(DataError):
-    """A missing file."""
+Lists = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,17 @@ class ObjectStore:
     def __str__(self) -> str:
         return str(redacted(self.url))
 
+    @property
+    def objects(self) -> Objects:
+        """Its files. Raises TableError or MissingExtra for a storage that cannot be opened."""
+        return objects_at(self.url)
+
     def check(self) -> None:
         """Raise UsageError or MissingExtra for an unknown kind of storage, without connecting to it."""
-        import fsspec
-
         try:
-            fsspec.get_filesystem_class(check_url(self.url, to_write=True))
-        except ImportError as error:
-            raise MissingExtra(f"train.checkpoint_folder: {self}: {missing_library(self.url, error)}") from None
+            self.objects.check()
+        except MissingExtra as error:
+            raise MissingExtra(f"train.checkpoint_folder: {error}") from None
         except TableError as error:
             raise UsageError(f"train.checkpoint_folder: {error}") from None
 
@@ -73,182 +80,177 @@ class ObjectStore:
     def upload(self, draft: Draft, files: Files) -> None:
         for name in [*files, draft.rank_manifest(draft.rank).name]:
             failpoint(f"{draft.site}.upload")
-            self._put(draft.staging / name, f"{draft.name}/{draft.attempt}/{name}")
+            self.objects.put_file(f"{draft.name}/{draft.attempt}/{name}", draft.staging / name)
             atomic_io.remove([draft.staging / name])
 
     def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
-        return [self._json(_rank_manifest(draft, rank)) for rank in range(draft.world_size)]
+        folder = f"{draft.name}/{draft.attempt}"
+        return [self.read_json(f"{folder}/{draft.rank_manifest(rank).name}") for rank in range(draft.world_size)]
 
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
         if STATE in mine:
-            self._put(draft.staging / STATE, f"{draft.name}/{draft.attempt}/{STATE}")
-        # Before the manifest makes the checkpoint visible: sizes find uploads that a failing storage lost, and the
-        # caller deletes older checkpoints afterwards.
-        listed = {f"{draft.attempt}/{name}": expected for name, expected in manifest["files"].items()}
+            self.objects.put_file(f"{draft.name}/{draft.attempt}/{STATE}", draft.staging / STATE)
+        # Before the checkpoint becomes visible: sizes find uploads that a failing storage lost, and the caller deletes
+        # older checkpoints afterwards.
+        files = {f"{draft.attempt}/{name}": expected for name, expected in manifest["files"].items()}
         failpoint(f"{draft.site}.verify")
-        sizes = self._sizes()
-        for name, expected in listed.items():
+        sizes = self.objects.sizes(draft.name)
+        for name, expected in files.items():
             size = sizes.get(f"{draft.name}/{name}")
             if size != expected["bytes"]:
                 raise StorageError(
                     f"{self}/{draft.name}/{name}: {'is missing' if size is None else f'has {size:,} bytes'} right "
                     f"after {expected['bytes']:,} bytes were written. The storage is failing."
                 )
-        path = draft.staging / atomic_io.MANIFEST
-        full = {**manifest, "attempt": draft.attempt, "files": listed}
-        atomic_io.write_json(path, full, site=f"{draft.site}.manifest")
+        path = f"{draft.name}/{draft.attempt}/{atomic_io.MANIFEST}"
+        self.objects.write(
+            path, _encoded({**manifest, "attempt": draft.attempt, "files": files}), site=f"{draft.site}.manifest"
+        )
         failpoint(f"{draft.site}.rename")
-        self._put(path, f"{draft.name}/{atomic_io.MANIFEST}")
-        # Delete the ranks' manifests, and files of earlier attempts at this step. Not before the manifest, which may
-        # replace one of an earlier attempt that lists these files and was visible until now.
-        wanted = {f"{draft.name}/{name}" for name in (*listed, atomic_io.MANIFEST)}
-        self._delete([name for name in sizes if name.startswith(f"{draft.name}/") and name not in wanted])
+
+        def publish(listed: Lists) -> None:
+            listed[LISTED][draft.name] = path
+            listed[CORRUPT].pop(draft.name, None)
+
+        self._change(draft.attempt, publish, site=f"{draft.site}.publish")
+        # The ranks' manifests, and files of earlier attempts at this step. Not before run.json, which may have listed
+        # those files until now.
+        wanted = {path, *(f"{draft.name}/{name}" for name in files)}
+        self.objects.delete([name for name in sizes if name not in wanted])
         atomic_io.remove([draft.staging])
         self.delete_fetched()  # every rank has written its shard, so it has finished reading
 
     def list_complete(self, within: str = "") -> list[str]:
-        manifest = re.compile(posixpath.join(within, rf"step_\d+/{re.escape(atomic_io.MANIFEST)}"))
-        return sorted(posixpath.dirname(name) for name in self._sizes() if manifest.fullmatch(name))
+        return sorted(name for name in self._lists()[LISTED] if posixpath.dirname(name) == within)
 
     def read_state(self, name: str) -> Any:
-        manifest = self._json(f"{name}/{atomic_io.MANIFEST}")
-        return self._json(f"{name}/{manifest['attempt']}/{STATE}")
+        return self.read_json(f"{name}/{self.read_manifest(name)['attempt']}/{STATE}")
 
-    def delete(self, name: str) -> None:
-        # The manifest goes first and alone: a crash in between must not leave a visible checkpoint without its files.
-        self._delete([f"{name}/{atomic_io.MANIFEST}"])
-        self._delete([one for one in self._sizes() if one.startswith(f"{name}/")])
+    def read_manifest(self, name: str) -> Any:
+        return self.read_json(self._manifest(name))
 
-    def remove_incomplete(self) -> None:
+    def delete(self, name: str, attempt: str) -> None:
+        sizes = self.objects.sizes(name)
+        before = self._change(attempt, lambda listed: listed[LISTED].pop(name), site="checkpoint.unlist")
+        # Not the whole folder of the step, into which other ranks of this launch may be uploading it again.
+        folder = posixpath.dirname(before[LISTED][name])
+        self.objects.delete([one for one in sizes if one.startswith(f"{folder}/")])
+
+    def remove_incomplete(self, attempt: str) -> None:
         atomic_io.remove([self.scratch])
-        names = list(self._sizes())
-        visible = {posixpath.dirname(name) for name in names if name.endswith(f"/{atomic_io.MANIFEST}")}
-        kept = visible | {posixpath.dirname(name) for name in names if name.endswith(f"/{SET_ASIDE}")}
-        found = [(match[1], name) for name in names if (match := IN_CHECKPOINT.fullmatch(name))]
-        self._delete([name for checkpoint, name in found if checkpoint not in kept])
+        sizes = self.objects.sizes()
+        owner = self.read_owner()  # after the listing; see the top
+        if owner is None or owner.attempt != attempt:
+            raise taken_over(self)
+        lists = self._lists(owner.found.content)
+        kept = {posixpath.dirname(manifest) for listed in lists.values() for manifest in listed.values()}
+        folders = {name: posixpath.dirname(name) for name in sizes if IN_CHECKPOINT.fullmatch(name)}
+        # The manifests of the version before are one folder further up.
+        self.objects.delete([name for name, at in folders.items() if not kept & {at, posixpath.dirname(at)}])
 
     def fetch(self, name: str, kind: str = "") -> Path:
-        target, shown = self.scratch / "fetched" / name, f"{self}/{name}"
-        atomic_io.remove([target])
-        target.mkdir(parents=True)
-        (target / atomic_io.MANIFEST).write_bytes(self._read(f"{name}/{atomic_io.MANIFEST}"))
-        manifest = atomic_io.read_manifest(target, named=shown)
-        wanted = [one for one in manifest["files"] if posixpath.basename(one).startswith(kind)]
-        targets = [atomic_io.safe_join(target, one) for one in wanted]
-        for path in targets:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        target, shown, manifest_name = self.scratch / "fetched" / name, f"{self}/{name}", self._manifest(name)
         try:
-            self._retry(
-                name, lambda fs, path: fs.get([f"{path}/{one}" for one in wanted], [str(one) for one in targets])
-            )
-        except FileNotFoundError:
-            log.debug("%s: some files are missing", shown)  # check_manifest names them
+            atomic_io.remove([target])
+            target.mkdir(parents=True)
+            content = self._read(manifest_name)
+            self._decoded(manifest_name, content)  # an error names the object, not the copy
+            (target / atomic_io.MANIFEST).write_bytes(content)
+            manifest = atomic_io.read_manifest(target, named=f"{self}/{posixpath.dirname(manifest_name)}")
+            wanted = [one for one in manifest["files"] if posixpath.basename(one).startswith(kind)]
+            for one, path in [(one, atomic_io.safe_join(target, one)) for one in wanted]:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):  # check_manifest names it
+                    self.objects.download(f"{name}/{one}", path)
+        except OSError as error:  # of the run folder
+            raise atomic_io.storage_error(error, target) from error
         atomic_io.check_manifest(target, kind=kind, named=shown)
         return atomic_io.safe_join(target, manifest["attempt"])
 
     def delete_fetched(self) -> None:
         atomic_io.remove([self.scratch / "fetched"])
 
-    def set_aside(self, name: str) -> str:
-        self._retry(name, lambda fs, path: fs.mv(f"{path}/{atomic_io.MANIFEST}", f"{path}/{SET_ASIDE}"))
-        return f"{name}/{SET_ASIDE}"
+    def set_aside(self, name: str, attempt: str) -> str:
+        def move(listed: Lists) -> None:
+            listed[CORRUPT][name] = listed[LISTED].pop(name)
+
+        self._change(attempt, move, site="checkpoint.set_aside")
+        return f"{CORRUPT} in {RUN}"
 
     def has_corrupt(self) -> bool:
-        return any(name.endswith(f"/{SET_ASIDE}") for name in self._sizes())
+        return bool(self._lists()[CORRUPT])
 
     def is_used(self) -> bool:
-        return any(name != RUN for name in self._sizes())
+        return any(name != RUN for name in self.objects.sizes())
+
+    def read_owner(self) -> Owner | None:
+        found = self.objects.read(RUN)
+        if found is None:
+            return None
+        run = self._decoded(RUN, found.content)
+        if not isinstance(run, dict):
+            return Owner(None, None, found)
+        return Owner(run.get("run", run.get("belongs")), run.get("attempt"), found)
+
+    def write_owner(self, before: Owner | None, belongs: Mapping[str, Any], attempt: str) -> bool:
+        lists = {LISTED: {}, CORRUPT: {}} if before is None else self._lists(before.found.content)
+        content = _encoded({"format": 2, "run": dict(belongs), "attempt": attempt, **lists})
+        if before is None:
+            return self.objects.write_new(RUN, content, site="checkpoint.claim")
+        return self.objects.replace(RUN, content, before.found.version, site="checkpoint.claim")
 
     def read_json(self, name: str) -> Any:
+        """Return the JSON value of a file. Raises DataError, StorageError."""
+        return self._decoded(name, self._read(name))
+
+    def _change(self, attempt: str, change: Callable[[Lists], object], *, site: str) -> Lists:
+        """Change the lists in run.json, and return them as they were.
+
+        Raises LeaseLost unless `attempt` was the writer at that very moment.
+        """
+        while True:
+            owner = self.read_owner()
+            if owner is None or owner.belongs is None or owner.attempt != attempt:
+                raise taken_over(self)
+            before, after = self._lists(owner.found.content), self._lists(owner.found.content)
+            change(after)
+            content = _encoded({"format": 2, "run": owner.belongs, "attempt": attempt, **after})
+            if self.objects.replace(RUN, content, owner.found.version, site=site):
+                return before
+
+    def _lists(self, content: bytes | None = None) -> Lists:
+        """Return the lists in run.json; those of the version before, which has none, by its files."""
+        if content is None:
+            found = self.objects.read(RUN)
+            content = b"{}" if found is None else found.content
+        run = self._decoded(RUN, content)
+        if isinstance(run, dict) and LISTED in run:
+            return {LISTED: dict(run[LISTED]), CORRUPT: dict(run[CORRUPT])}
+        lists: Lists = {LISTED: {}, CORRUPT: {}}
+        for match in map(IN_CHECKPOINT.fullmatch, self.objects.sizes()):
+            if match is not None and match["file"] in LISTED_BEFORE:
+                lists[LISTED_BEFORE[match["file"]]][match["name"]] = match[0]
+        return lists
+
+    def _manifest(self, name: str) -> str:
+        """Return the name of a visible checkpoint's manifest."""
         try:
-            return self._json(name)
-        except _NotFound:
-            return None
+            return self._lists()[LISTED][name]
+        except KeyError:
+            raise DataError(f"{self}/{name}: no such checkpoint") from None
 
-    def write_json(self, name: str, value: Any, *, site: str) -> None:
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_json(self.scratch / name, value, site=site)
-        self._put(self.scratch / name, name)
+    def _read(self, name: str) -> bytes:
+        found = self.objects.read(name)
+        if found is None:
+            raise DataError(f"{self}/{name}: no such file")
+        return found.content
 
-    def _sizes(self) -> dict[str, int]:
-        """Return the size in bytes of every file below the URL, by its name."""
-
-        def found(fs: Any, path: str) -> dict[str, int]:
-            top = path.rstrip("/")
-            return {posixpath.relpath(one, top): int(info["size"]) for one, info in fs.find(top, detail=True).items()}
-
-        try:
-            return self._retry("", found)
-        except FileNotFoundError:
-            return {}
-
-    def _json(self, name: str) -> Any:
-        content = self._read(name)
+    def _decoded(self, name: str, content: bytes) -> Any:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self}/{name}: not valid JSON ({error})") from None
 
-    def _read(self, name: str) -> bytes:
-        try:
-            content: bytes = self._retry(name, lambda fs, path: fs.cat_file(path))
-            return content
-        except FileNotFoundError:
-            raise _NotFound(f"{self}/{name}: no such file") from None
 
-    def _put(self, path: Path, name: str) -> None:
-        try:
-            self._retry(name, lambda fs, there: fs.put_file(str(path), there))
-        except FileNotFoundError as error:
-            raise self._failure(name, error) from None
-
-    def _delete(self, names: list[str]) -> None:
-        try:
-            if names:
-                self._retry("", lambda fs, path: fs.rm([f"{path}/{name}" for name in names]))
-        except FileNotFoundError:
-            log.debug("%s: some of %d files had already been deleted", self, len(names))
-
-    def _retry(self, name: str, call: Callable[[Any, str], T]) -> T:
-        """Return `call(file system, path)` for the file `name`, repeated after errors that may be transient.
-
-        Raises FileNotFoundError, and StorageError naming URL and cause for all other errors.
-        """
-        for pause in PAUSES_S:
-            try:
-                return self._call(name, call)
-            except StorageError as error:
-                log.warning("%s Trying again.", str(error).splitlines()[0])
-                time.sleep(pause)
-        return self._call(name, call)
-
-    def _call(self, name: str, call: Callable[[Any, str], T]) -> T:
-        try:
-            fs, root = filesystem_of(self.url)
-            # fsspec caches listings in each process, but other ranks, in other processes, change the folder.
-            fs.invalidate_cache()
-            return call(fs, posixpath.join(root.rstrip("/"), name).rstrip("/"))
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # from any library
-            raise self._failure(name, error) from None
-
-    def _failure(self, name: str, error: Exception) -> StorageError:
-        cause = self._without_secrets(error) or type(error).__name__
-        return StorageError(
-            f"{posixpath.join(str(self), name).rstrip('/')}: {cause}. "
-            "Check that the storage can be reached and written to, and run the same command again: finished work is "
-            "kept."
-        )
-
-    def _without_secrets(self, error: Exception) -> str:
-        """Return the text of an error without the user and password of the URL."""
-        text = str(error)
-        if user := USER.match(self.url):
-            for secret in (user[2], user[2].partition(":")[2] or user[2]):
-                text = text.replace(secret, "[redacted]")
-        return str(redacted(text))
-
-
-def _rank_manifest(draft: Draft, rank: int) -> str:
-    return f"{draft.name}/{draft.attempt}/{draft.rank_manifest(rank).name}"
+def _encoded(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

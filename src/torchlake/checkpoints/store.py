@@ -12,10 +12,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
-from torchlake.errors import StorageError
+from torchlake.errors import LeaseLost, StorageError
 from torchlake.failpoints import failpoint
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ RUN = "run.json"
 
 Files = Mapping[str, Mapping[str, Any]]
 "Files by name, each with its `bytes` and `sha256`."
+
+
+class Owner(NamedTuple):
+    """What an external store says about its run."""
+
+    belongs: Mapping[str, Any] | None
+    "What identifies the run; None if the file is damaged."
+    attempt: str | None
+    "The launch that may write."
+    found: Any = None
+    "What the store needs to replace exactly this."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +120,23 @@ class FolderStore:
         """Return the state of a visible checkpoint."""
         return atomic_io.read_json(self.root / name / STATE)
 
-    def delete(self, name: str) -> None:
-        """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError."""
+    def read_manifest(self, name: str) -> Any:
+        """Return the manifest of a visible checkpoint."""
+        return atomic_io.read_json(self.root / name / atomic_io.MANIFEST)
+
+    def delete(self, name: str, attempt: str) -> None:
+        """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError.
+
+        This and the next three change what is visible. In an object store they raise LeaseLost unless the launch
+        `attempt` still is its writer; a folder's callers hold the lock of the run folder, or have called `check_owner`.
+        """
         path = self.root / name
         # A crash during the deletion must not leave a folder that looks like a corrupt checkpoint.
         leaving = atomic_io.temporary_path(path)
         os.replace(path, leaving)
         atomic_io.remove([leaving])
 
-    def remove_incomplete(self) -> None:
+    def remove_incomplete(self, attempt: str) -> None:
         """Remove what crashes left of this run; no rank may be writing."""
         atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
 
@@ -133,8 +152,8 @@ class FolderStore:
         """Delete fetched copies."""
         # This store copies nothing.
 
-    def set_aside(self, name: str) -> str:
-        """Hide a corrupt checkpoint without deleting it; return its new name."""
+    def set_aside(self, name: str, attempt: str) -> str:
+        """Hide a corrupt checkpoint without deleting it; return where it is listed, or its new name."""
         path = self.root / name
         torn = path.with_name(path.name + TORN)
         atomic_io.remove([torn])
@@ -149,18 +168,31 @@ class FolderStore:
         """Return whether it holds anything besides RUN."""
         return self.root.is_dir() and any(RUN not in entry.name for entry in self.root.iterdir())
 
-    def read_json(self, name: str) -> Any:
-        """Return the JSON value of a file; None if it does not exist. Raises DataError, StorageError."""
-        path = self.root / name
-        return atomic_io.read_json(path) if path.exists() else None
+    def read_owner(self) -> Owner | None:
+        """Return whose it is; None if it is new. Raises DataError, StorageError."""
+        path = self.root / RUN
+        if not path.exists():
+            return None
+        run = atomic_io.read_json(path)
+        return Owner(run.get("belongs"), run.get("attempt")) if isinstance(run, dict) else Owner(None, None)
 
-    def write_json(self, name: str, value: Any, *, site: str) -> None:
-        """Write a JSON file atomically. Raises StorageError."""
+    def write_owner(self, before: Owner | None, belongs: Mapping[str, Any], attempt: str) -> bool:
+        """Replace `before`; return False, having written nothing, if it has changed. Raises StorageError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise atomic_io.storage_error(error, self.root) from error
-        atomic_io.write_json(self.root / name, value, site=site)
+        run = {"format": 1, "belongs": dict(belongs), "attempt": attempt}
+        atomic_io.write_json(self.root / RUN, run, site="checkpoint.claim")
+        return True  # a file system has no conditional rename: the last launch wins
+
+
+def taken_over(store: "CheckpointStore") -> LeaseLost:
+    """Return the error of a launch that is no longer the writer of an external store."""
+    return LeaseLost(
+        f"{store}: another process has taken this run over, or {RUN} was deleted there. Nothing more of this run is "
+        "saved."
+    )
 
 
 def _verify_files(path: Path, files: Files, mine: Files) -> None:

@@ -153,9 +153,8 @@ def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
     found = []
     try:
         store = location.find_store(kept_in, folder)
-        manifests = {name: store.read_json(f"{name}/{atomic_io.MANIFEST}") for name in store.list_complete()}
-        stored = [(store.read_state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
-    except (StorageError, UsageError) as error:
+        stored = [(store.read_state(name), store.read_manifest(name)) for name in store.list_complete()]
+    except (DataError, StorageError, UsageError) as error:
         log.warning("the report has no checkpoints: %s", error)
         return []
     for state, manifest in stored:

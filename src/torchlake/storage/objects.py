@@ -7,17 +7,22 @@ and its content decides. Contents that must differ between writers contain a ran
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlake.errors import AccessError, MissingExtra, StorageError, pip_install
 from torchlake.failpoints import failpoint
-from torchlake.redaction import redacted
+from torchlake.redaction import USER, redacted
+from torchlake.storage.spread import REQUESTS
 from torchlake.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
 
 RETRIES, RETRY_S = 6, 60.0
 "Retries of a request that got no answer or an error of the store itself; then the job fails."
+PART, MOST_PARTS = 16 << 20, 9_000
+"Bytes of an object that are sent or read by one request, and a number of requests that all stores accept."
 ATTEMPTS = 5
 "Attempts at a conditional write that was refused although the object did not change."
 
@@ -92,6 +97,32 @@ class ObjectFolder:
         failpoint(f"{site}.done")
         return True
 
+    def check(self) -> None:
+        """Raise TableError or MissingExtra for a storage that cannot be opened, without connecting to it."""
+        _store(self.location)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Upload a file, in parts if it is large."""
+        part = max(PART, path.stat().st_size // MOST_PARTS + 1)
+        self._call("put", name, path, chunk_size=part)
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object to a file, in parts that are read at the same time.
+
+        Raises FileNotFoundError when there is no such object, OSError for the file.
+        """
+        size = int(self._call("head", name)["size"])
+
+        def copy(first: int) -> None:
+            content = self._call("get_range", name, start=first, end=min(first + PART, size))
+            with open(path, "r+b") as file:
+                file.seek(first)
+                file.write(content)
+
+        path.write_bytes(b"")
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(copy, range(0, size, PART)))
+
     def write(self, name: str, content: bytes, *, site: str) -> None:
         """Create or replace an object."""
         failpoint(f"{site}.write")
@@ -157,7 +188,7 @@ class ObjectFolder:
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise _Refused from error
         except FileNotFoundError as error:
-            if method == "get":
+            if method in ("get", "head", "get_range"):
                 raise
             raise self._failure(name, error) from error
         except Exception as error:
@@ -171,7 +202,7 @@ class ObjectFolder:
 
 def storage_failure(url: str, why: Exception | str) -> StorageError:
     """Return the error of an object store, with advice; `why` is the error of a library."""
-    text = _COLORS.sub("", str(why)).partition("Debug source:")[0] or type(why).__name__
+    text = _COLORS.sub("", _without_secrets(url, why)).partition("Debug source:")[0] or type(why).__name__
     plain, _, answer = text.partition("<?xml")
     cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
     code = _CODE.search(answer)
@@ -181,6 +212,15 @@ def storage_failure(url: str, why: Exception | str) -> StorageError:
         return AccessError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {advice}")) + " Finished work is kept.")
     again = "Run the same command again once the store answers: finished work "
     return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {again}")) + "is kept.")
+
+
+def _without_secrets(url: str, why: Exception | str) -> str:
+    """Return the text of an error without the user and password of the URL."""
+    text = str(why)
+    if user := USER.match(url):
+        for secret in (user[2], user[2].partition(":")[2] or user[2]):
+            text = text.replace(secret, "[redacted]")
+    return text
 
 
 def access_advice(url: str, text: str) -> str:
@@ -225,14 +265,17 @@ def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) ->
     except ImportError as error:
         extra = EXTRAS.get(protocol, ("", "s3"))[1]
         raise MissingExtra(
-            f"{protocol}:// outputs need the library 'obstore', which is not installed: "
-            f"{pip_install(f'torchlake[{extra}]')}"
+            f"{protocol}:// needs the library 'obstore', which is not installed: {pip_install(f'torchlake[{extra}]')}"
         ) from error
     config: Any = dict(options)
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
     client: Any = {"allow_http": True} if config.pop("aws_allow_http", "") else None
-    if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
-        # In fsspec's URLs the container comes first, and the environment has the account; from_url expects the account.
-        return AzureStore(bucket, retry_config=retry)
-    known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
-    return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)
+    try:
+        if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
+            # In fsspec's URLs the container comes first, and the environment has the account; from_url expects the
+            # account.
+            return AzureStore(bucket, retry_config=retry)
+        known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
+        return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)
+    except Exception as error:  # settings that are missing or contradict one another
+        raise storage_failure(url, error) from error

@@ -69,7 +69,7 @@ def run_with_restarts(
         location.claim(store, identity, launch)
         # Read again for each attempt: the failed one may have saved, or the newest checkpoint may turn out to be
         # corrupt.
-        newest, problems = format.newest(store)
+        newest, problems = format.newest(store, launch)
         step = _step_of(newest)
         first = step if first is None else first
         for problem in problems:
@@ -96,7 +96,7 @@ def run_with_restarts(
                 )
             if settings["job"].train.keep_checkpoints is None:
                 location.check_owner(store, launch)
-                format.prune(store, 1)  # a longer run continues from it
+                format.prune(store, 1, launch)  # a longer run continues from it
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
         # Neither this nor OutOfMemory counts as a failure: both start again with other settings. Halving ends at one
         # row, with a UsageError.
@@ -105,7 +105,7 @@ def run_with_restarts(
         except OutOfMemory as error:
             log.warning("%s", error)
         except Interrupted as stop:
-            raise _with_what_is_kept(stop, store) from stop.__cause__
+            raise _with_what_is_kept(stop, store, launch) from stop.__cause__
         except RankFailed as error:
             failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(failed) > max_restarts:
@@ -154,13 +154,13 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             signal.signal(signal.SIGTERM, before)
 
 
-def _with_what_is_kept(stop: Interrupted, store: CheckpointStore) -> Interrupted:
+def _with_what_is_kept(stop: Interrupted, store: CheckpointStore, launch: str) -> Interrupted:
     """Return the error with what is saved, which a rank has said already if it could."""
     from torchlake.checkpoints import format
 
     if ";" in str(stop):
         return stop
-    return Interrupted(f"{stop}; {_kept(_step_of(format.newest(store)[0]))}", signum=stop.exit_code - 128)
+    return Interrupted(f"{stop}; {_kept(_step_of(format.newest(store, launch)[0]))}", signum=stop.exit_code - 128)
 
 
 def _step_of(checkpoint: "Checkpoint | None") -> int:

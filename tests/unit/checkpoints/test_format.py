@@ -27,7 +27,7 @@ def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **mor
     except StorageError:
         format.abandon(draft)
         raise
-    format.prune(folder, keep)
+    format.prune(folder, keep, "test")
     return draft.path
 
 
@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
 def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = save(tmp_path, 20, note="é")
-    found, problems = format.newest(FolderStore(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert problems == []
     assert found.path == path
@@ -54,7 +54,7 @@ def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_nothing_was_ever_saved(tmp_path: Path) -> None:
-    assert format.newest(FolderStore(tmp_path / "absent")) == (None, [])
+    assert format.newest(FolderStore(tmp_path / "absent"), "test") == (None, [])
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_best_model_stays_while_a_kept_checkpoint_names_it(tmp_path: Path) -
 def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
     save(tmp_path, 1, turn=1)
     save(tmp_path, 1, turn=2)
-    found, _ = format.newest(FolderStore(tmp_path))
+    found, _ = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert found.state["turn"] == 2
     assert names(tmp_path) == ["step_00000001"]
@@ -104,7 +104,7 @@ def unlink(path: Path) -> None:
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
-    found, (problem,) = format.newest(FolderStore(tmp_path))
+    found, (problem,) = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert found.state["step"] == 1
     assert str(tmp_path / "step_00000002" / file) in problem
@@ -119,7 +119,7 @@ def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[position] ^= 2
         manifest.write_bytes(damaged)
-        found, _ = format.newest(FolderStore(tmp_path))
+        found, _ = format.newest(FolderStore(tmp_path), "test")
         assert found is not None
         if found.state["step"] == 1:
             (tmp_path / "step_00000002.torn").rename(manifest.parent)
@@ -130,7 +130,7 @@ def test_when_all_are_corrupt_the_run_does_not_start_afresh(tmp_path: Path) -> N
         truncate(save(tmp_path, step) / MODEL)
     for _ in range(2):  # the second time they are set aside already
         with pytest.raises(DataError, match="no checkpoint of this run is usable"):
-            format.newest(FolderStore(tmp_path))
+            format.newest(FolderStore(tmp_path), "test")
     assert names(tmp_path) == ["step_00000001.torn", "step_00000002.torn"]
 
 
@@ -139,7 +139,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     for name in (".step_00000002.77.tmp", "best/.step_00000002.77.tmp"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MODEL).write_bytes(b"half")
-    found, problems = format.newest(FolderStore(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert problems == []
     assert not list(tmp_path.rglob("*.tmp"))
@@ -171,7 +171,7 @@ def test_a_full_disk_at_any_place_costs_no_older_checkpoint(
         save(tmp_path, 2, keep=1)
     (tmp_path / "once").unlink()
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
-    found, problems = format.newest(FolderStore(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert problems == []
     # Once it is in place the new one counts, although the older one could not be deleted.
@@ -190,7 +190,7 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "failpoint", failpoint)
     with pytest.raises(StorageError, match="differs when read back"):
         save(tmp_path, 2, keep=1)
-    found, _ = format.newest(FolderStore(tmp_path))
+    found, _ = format.newest(FolderStore(tmp_path), "test")
     assert found is not None
     assert found.state["step"] == 1
 

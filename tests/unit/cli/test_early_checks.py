@@ -59,7 +59,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("ray", "ray", ["engine.name=ray"], ("torchlake.engines.ray", "torchlake.engines._ray")),
         ("gcsfs", "gcs", ["data.validation=gs://bucket/rows.parquet"], ()),
         ("adlfs", "azure", ["data.train=az://bucket/rows.parquet"], ()),
-        ("gcsfs", "gcs", ["train.checkpoint_folder=gs://bucket/reviews"], ()),
+        ("obstore", "gcs", ["train.checkpoint_folder=gs://bucket/reviews"], ()),
     ],
 )
 def test_a_missing_library_is_named_with_the_extra_that_installs_it(
