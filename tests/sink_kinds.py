@@ -1,6 +1,7 @@
 """An output of each sink for the conformance suite: how it is named, and read and added to without torchlake.
 
-A new file in `outputs/targets/` needs an entry here; the suite fails without one.
+A new file in `outputs/targets/` needs an entry here; the suite fails without one. So does a file in `tests/sinks/`: a
+sink that is written outside of torchlake.
 """
 
 import atexit
@@ -31,6 +32,9 @@ from pyiceberg.catalog import Catalog, load_catalog
 
 import hub_repositories
 from s3_server import BUCKET, S3Server
+from torchlake.outputs import targets
+
+targets.__path__.append(str(Path(__file__).parent / "sinks"))  # a file in the package's folders is a sink
 
 DELTA_OPTIONS = {"aws_conditional_put": "etag", "AWS_ALLOW_HTTP": "true"}
 
@@ -236,6 +240,14 @@ def read_hub(place: Place) -> pa.Table | None:
     return pa.concat_tables(parts) if parts else None
 
 
+def read_sqlite(place: Place) -> pa.Table | None:
+    if not (place.folder / "out.db").exists():
+        return None
+    with closing(sqlite3.connect(place.folder / "out.db")) as database:
+        contents = database.execute("SELECT content FROM parts ORDER BY name").fetchall()
+    return pa.concat_tables([pq.read_table(io.BytesIO(one)) for (one,) in contents]) if contents else None
+
+
 KINDS = {
     "folder": SinkKind(sink="folder", output=lambda place: f"{place.folder}/out", read=read_folder, fenced=True),
     "object_folder": SinkKind(sink="object_folder", output=lambda place: place.url, read=read_object_folder),
@@ -285,5 +297,8 @@ KINDS = {
         read=read_hub,
         environment=lambda place: {"HF_ENDPOINT": hub_address(), "HF_HOME": f"{place.folder}/home"},
         fenced=True,
+    ),
+    "sqlite": SinkKind(
+        sink="sqlite", output=lambda place: f"sqlite://{place.folder}/out.db", read=read_sqlite, fenced=True
     ),
 }
