@@ -36,8 +36,8 @@ from torchlake.outputs.rewrite import keys_in, without_keys
 from torchlake.outputs.staging.state import JobState
 from torchlake.outputs.target import Change, CommitUnknown, Conflict, Target, as_table
 from torchlake.redaction import redacted
+from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
-from torchlake.storage.objects import access_advice
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.plan import Chunk, Plan
 

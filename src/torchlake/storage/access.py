@@ -1,14 +1,10 @@
 """Open and read local files and objects by URL; errors of the storage become `Unavailable`."""
 
-import errno
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
-from torchlake.errors import TorchlakeError, Unavailable
-from torchlake.redaction import redacted
-from torchlake.storage.urls import credentials_of, filesystem_of, is_url, secret_repository
+from torchlake.storage.errors import storage_errors
+from torchlake.storage.urls import filesystem_of, is_url
 
 
 def open_binary(file: str) -> BinaryIO:
@@ -32,44 +28,6 @@ def read_range(file: str, start: int, stop: int) -> bytes:
                 return source.read(stop - start)
         filesystem, path = filesystem_of(file)
         return bytes(filesystem.cat_file(path, start=start, end=stop))
-
-
-@contextmanager
-def storage_errors(file: str) -> Iterator[None]:
-    """Turn errors of the storage of a local file or a URL into Unavailable.
-
-    fsspec translates some errors to OSError; those about credentials, regions and connections come from the storages'
-    libraries, which have no common class.
-    """
-    try:
-        yield
-    except TorchlakeError:
-        raise
-    except OSError as error:
-        raise unavailable(file, error) from error
-    except Exception as error:
-        if not is_url(file):
-            raise
-        raise unavailable(file, error) from error
-
-
-def unavailable(file: str, error: Exception) -> Unavailable:
-    """Return the error for a file that cannot be opened or read; for objects, it says where credentials come from."""
-    said = str(getattr(error, "strerror", None) or error).strip()
-    why = said.splitlines()[0] if said else type(error).__name__
-    if not is_url(file):
-        return Unavailable(f"{file}: {why}")
-    kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
-    advice = ""
-    if isinstance(error, PermissionError):
-        advice = f"The credentials that were found cannot read it; they come from {credentials_of(file)}."
-    elif "Credential" in kinds or "Authentication" in kinds:
-        advice = f"Credentials come from {credentials_of(file)}."
-    elif "GatedRepo" in kinds or "RepositoryNotFound" in kinds:
-        advice = secret_repository(file)
-    elif getattr(error, "errno", None) == errno.EREMCHG:
-        advice = "The bucket is in another region: set AWS_DEFAULT_REGION to its region."
-    return Unavailable(redacted(f"{file}: {why.rstrip('.')}. {advice}".rstrip()))
 
 
 class _Object(io.RawIOBase):

@@ -18,7 +18,8 @@ from torchlake import atomic_io
 from torchlake.errors import MissingExtra, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import redacted
-from torchlake.storage.objects import Found, ObjectFolder, storage_failure
+from torchlake.storage.errors import storage_failure
+from torchlake.storage.objects import Found, ObjectFolder
 from torchlake.storage.urls import EXTRAS, check_url, filesystem_of, is_url, missing_library
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchlake.errors import AccessError, MissingExtra, StorageError, pip_install
+from torchlake.errors import MissingExtra, StorageError, pip_install
 from torchlake.failpoints import failpoint
-from torchlake.redaction import USER, redacted
+from torchlake.storage.errors import storage_failure
 from torchlake.storage.spread import REQUESTS
-from torchlake.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
+from torchlake.storage.urls import EXTRAS, check_url, object_store_options
 
 RETRIES, RETRY_S = 6, 60.0
 "Retries of a request that got no answer or an error of the store itself; then the job fails."
@@ -27,15 +27,8 @@ ATTEMPTS = 5
 "Attempts at a conditional write that was refused although the object did not change."
 
 
-_MISSING = re.compile(r"NoSuchBucket|NO_SUCH_BUCKET")
 _CONFLICT = re.compile(r"status code: 409\b")
 "The number alone may be part of a name, a port or a duration."
-_PERMISSION = re.compile(
-    r"ACCESS_DENIED|AccessDenied|Forbidden|Unauthenticated|Unauthorized|[Cc]redential|169\.254\.169\.254"
-)
-"Words in errors about missing permission; the last one is the address where cloud machines get their role."
-_REGION = re.compile(r"\b301 Moved|HTTP status 301|PermanentRedirect|incorrectly configured region")
-_COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
 
 
 class Found(NamedTuple):
@@ -198,42 +191,6 @@ class ObjectFolder:
 
     def _failure(self, name: str, why: Exception | str) -> StorageError:
         return storage_failure(f"{self.location}/{name}".rstrip("/"), why)
-
-
-def storage_failure(url: str, why: Exception | str) -> StorageError:
-    """Return the error of an object store, with advice; `why` is the error of a library."""
-    text = _COLORS.sub("", _without_secrets(url, why)).partition("Debug source:")[0] or type(why).__name__
-    plain, _, answer = text.partition("<?xml")
-    cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
-    code = _CODE.search(answer)
-    cause += f" {code[1]}" if code else ""
-    advice = access_advice(url, text)
-    if advice:
-        return AccessError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {advice}")) + " Finished work is kept.")
-    again = "Run the same command again once the store answers: finished work "
-    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {again}")) + "is kept.")
-
-
-def _without_secrets(url: str, why: Exception | str) -> str:
-    """Return the text of an error without the user and password of the URL."""
-    text = str(why)
-    if user := USER.match(url):
-        for secret in (user[2], user[2].partition(":")[2] or user[2]):
-            text = text.replace(secret, "[redacted]")
-    return text
-
-
-def access_advice(url: str, text: str) -> str:
-    """Return advice for the error of a store that refuses access; empty for other errors and for local paths."""
-    if not is_url(url):
-        return ""
-    if _MISSING.search(text):
-        return "There is no such bucket: create it, or correct the URL."
-    if _PERMISSION.search(text):
-        return f"Credentials come from {credentials_of(url)}."
-    if _REGION.search(text):
-        return "The bucket is in another region: set AWS_DEFAULT_REGION to its region."
-    return ""
 
 
 class _Refused(Exception):

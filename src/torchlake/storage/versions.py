@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchlake.errors import FingerprintError, TableError, Unavailable
-from torchlake.storage.access import open_binary, storage_errors
+from torchlake.storage.access import open_binary
+from torchlake.storage.errors import storage_errors
 from torchlake.storage.urls import filesystem_of, is_url
 
 CONTENT_MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "oid")

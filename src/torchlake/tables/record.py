@@ -12,7 +12,8 @@ import pyarrow as pa
 from torchlake import atomic_io
 from torchlake.errors import TableError, Unavailable, UnsafeError, UsageError
 from torchlake.redaction import redacted
-from torchlake.storage.access import open_binary, unavailable
+from torchlake.storage.access import open_binary
+from torchlake.storage.errors import unavailable
 from torchlake.storage.urls import is_url
 from torchlake.tables.sources.files import local_path
 

@@ -27,7 +27,7 @@ import s3_server
 import tiny
 from s3_server import BUCKET, S3Server
 from torchlake.errors import Unavailable
-from torchlake.storage import access
+from torchlake.storage import access, errors
 
 READ = """
 import json, sys
@@ -260,7 +260,11 @@ def test_a_bucket_of_another_region_is_an_error_that_says_so(tmp_path: Path) -> 
     ("url", "error", "advice"),
     [
         ("s3://b/x", OSError(errno.EREMCHG, "Moved"), "another region: set AWS_DEFAULT_REGION"),
-        ("s3://b/x", PermissionError(errno.EACCES, "Access Denied"), "cannot read it; they come from AWS_ACCESS_KEY"),
+        (
+            "s3://b/x",
+            PermissionError(errno.EACCES, "Access Denied"),
+            "have no access. Credentials come from AWS_ACCESS_KEY",
+        ),
         ("gs://b/x", PermissionError("Forbidden"), "GOOGLE_APPLICATION_CREDENTIALS"),
         ("abfss://c@a/x", PermissionError("No"), "AZURE_STORAGE_ACCOUNT_NAME"),
         ("hf://datasets/a/b", PermissionError("gated"), "HF_TOKEN"),
@@ -268,7 +272,7 @@ def test_a_bucket_of_another_region_is_an_error_that_says_so(tmp_path: Path) -> 
     ],
 )
 def test_an_error_says_what_to_do(url: str, error: OSError, advice: str) -> None:
-    assert advice in str(access.unavailable(url, error))
+    assert advice in str(errors.unavailable(url, error))
 
 
 def test_a_connection_that_ends_in_the_middle_of_an_object_is_named() -> None:

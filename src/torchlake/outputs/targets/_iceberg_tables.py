@@ -10,8 +10,8 @@ from torchlake.errors import OutputError, StorageError
 from torchlake.outputs.target import CommitUnknown, Conflict
 from torchlake.outputs.targets._iceberg_files import is_identity
 from torchlake.redaction import redacted
-from torchlake.storage.objects import access_advice
-from torchlake.tables.sources._catalogs import TableName, first_line
+from torchlake.storage.errors import access_advice, first_line
+from torchlake.tables.sources._catalogs import TableName
 
 CODE = "write.py-location-provider.impl"
 "The property with the import path of a class that names a table's files; pyiceberg runs it when it writes."

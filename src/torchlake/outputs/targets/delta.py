@@ -23,7 +23,8 @@ from torchlake.outputs.records import stored_commits
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.outputs.targets._schemas import check_fit, delta_schema
-from torchlake.storage.objects import RETRIES, RETRY_S, storage_failure
+from torchlake.storage.errors import storage_failure
+from torchlake.storage.objects import RETRIES, RETRY_S
 from torchlake.storage.urls import EXTRAS, is_url, object_store_options
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path

@@ -33,8 +33,9 @@ from torchlake.outputs.targets._iceberg_tables import (
     single_attempt,
 )
 from torchlake.outputs.targets._schemas import check_fit, iceberg_schema, widened
+from torchlake.storage.errors import first_line
 from torchlake.storage.folders import folder_at
-from torchlake.tables.sources._catalogs import TableName, catalog_errors, first_line, opened_catalog, parse_name
+from torchlake.tables.sources._catalogs import TableName, catalog_errors, opened_catalog, parse_name
 from torchlake.tables.sources.files import local_path
 
 COMMIT = "torchlake.commit"

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError
-from torchlake.storage.access import open_binary, read_range, unavailable
+from torchlake.storage.access import open_binary, read_range
+from torchlake.storage.errors import unavailable
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import Version
 from torchlake.tables.formats import extensions

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torchlake.errors import MissingExtra, TableError, TorchlakeError, pip_install
 from torchlake.redaction import redacted
+from torchlake.storage.errors import first_line
 from torchlake.storage.urls import is_url, s3_address
 
 _NAME = re.compile(r"iceberg:(?P<catalog>[^@./]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
@@ -153,8 +154,3 @@ def _read_metadata(location: str) -> Any:
         io=io,
         catalog=NoopCatalog("static-table"),
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the message of an error in one line, without its period."""
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

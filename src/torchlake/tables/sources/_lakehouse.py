@@ -16,7 +16,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.storage.access import storage_errors
+from torchlake.storage.errors import storage_errors
 from torchlake.storage.urls import filesystem_of, is_url
 
 THREADS = 16

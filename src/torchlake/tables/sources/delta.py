@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
-from torchlake.storage.access import storage_errors
+from torchlake.storage.errors import storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows

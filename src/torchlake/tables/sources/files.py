@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.storage.access import storage_errors, unavailable
+from torchlake.storage.errors import storage_errors, unavailable
 from torchlake.storage.urls import check_url, filesystem_of, is_url, secret_repository
 from torchlake.tables.formats.layout import is_table_file
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View

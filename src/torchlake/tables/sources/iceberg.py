@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.tables.sources._catalogs import TableName, first_line, load_table, parse_name
+from torchlake.storage.errors import first_line
+from torchlake.tables.sources._catalogs import TableName, load_table, parse_name
 from torchlake.tables.sources._iceberg_columns import Columns
 from torchlake.tables.sources._interface import Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources.files import local_path
