@@ -112,7 +112,7 @@ def test_a_training_that_is_resumed_continues_with_its_version(tmp_path: Path, t
     assert json.loads((run / "sources.json").read_text()) == {"train": f"{reviews}@v0"}
     assert yaml.safe_load((run / "job.yaml").read_text())["data"]["train"] == str(reviews)
     # The finished run has other rows than the job now asks for.
-    with pytest.raises(FingerprintError, match="different train table"):
+    with pytest.raises(FingerprintError, match="its train table has changed since"):
         tl.train(run=run, engine=runs.Inline(), **sections)
     assert runs.attempt(run, on_delta(tmp_path, tiny_bert, Path(f"{reviews}@v0"))).error.count("data.train")
 
