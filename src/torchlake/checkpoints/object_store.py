@@ -181,7 +181,7 @@ class ObjectStore:
         return bool(self._lists()[CORRUPT])
 
     def is_used(self) -> bool:
-        return any(name != RUN for name in self.objects.sizes())
+        return any(RUN not in name for name in self.objects.sizes())
 
     def read_owner(self) -> Owner | None:
         found = self.objects.read(RUN)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 3.0)
 "Seconds before each retry of a request to a file system of fsspec; most have already retried by then."
+TEMPORARY = ".tmp"
 
 T = TypeVar("T")
 
@@ -154,7 +155,8 @@ class FileSystemFolder:
 
         def put(fs: Any, path: str) -> None:
             fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            fs.pipe_file(path, content)
+            fs.pipe_file(f"{path}{TEMPORARY}", content)  # a crash must not leave half of it under the name
+            fs.mv(f"{path}{TEMPORARY}", path)
 
         failpoint(f"{site}.write")
         self._retry(name, put)
