@@ -202,3 +202,11 @@ def test_every_extra_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "installation.md").read_text(encoding="utf-8")
     named = {name for names in re.findall(r"torchlake\[([\w,]+)\]", text) for name in names.split(",")}
     assert named == project["optional-dependencies"].keys() - {"test", "docs"}
+
+
+def test_the_life_of_a_chunk_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "life-of-a-chunk.md").read_text(encoding="utf-8")
+    files = re.findall(r"`(\w+(?:/\w+)+\.py)`", text)
+    assert len(text.splitlines()) <= 60
+    assert len(files) > 25
+    assert [name for name in files if not (SOURCE / name).is_file()] == []
