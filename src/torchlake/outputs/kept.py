@@ -118,19 +118,18 @@ def _published_parts(write: Transaction, published: JobSpec | None, expected: Ma
         return found
     # Only a link to the published file is certain to have the recorded content. A file of that name that was staged
     # before, or copied where the file system has no hard links, is read and checked by the caller.
-    links = {part.name: (Path(place, part.name), Path(write.parts.location, part.name)) for part in found}
-    return [part for part in found if _is_linked(*links[part.name])]
+    return [part for part in found if _is_linked(f"{place}/{part.name}", f"{write.parts.location}/{part.name}")]
 
 
-def _is_linked(source: Path, target: Path) -> bool:
+def _is_linked(source: str, target: str) -> bool:
     """Hard-link a file unless there is one; return whether it is a link. Without hard links it is copied."""
-    if target.exists():
-        return target.samefile(source)
+    if os.path.exists(target):
+        return os.path.samefile(source, target)
     try:
         os.link(source, target)
         return True
     except OSError:
-        atomic_io.write_bytes(target, source.read_bytes(), site="part")
+        atomic_io.write_bytes(Path(target), Path(source).read_bytes(), site="part")
         return False
 
 
