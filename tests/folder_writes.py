@@ -20,8 +20,8 @@ def write_transaction(
 ) -> Iterator[Transaction]:
     place = folder_output(output)
     assert isinstance(place.target, LocalFolderTarget)
-    options = replace(place.options, target_file_size=target_file_size)
-    place = replace(place, options=options, target=replace(place.target, options=options))
+    options = replace(place.target.options, target_file_size=target_file_size)
+    place = replace(place, target=replace(place.target, options=options))
     with place.begin(WriteRequest(**{"schema": pa.schema([]), **request})) as write:
         yield write
 

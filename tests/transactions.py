@@ -269,14 +269,14 @@ class Model:
     def _output(self, job: Job) -> Output:
         options = SinkOptions(mode=job.mode, target_file_size=1 << 20 if job.grouped else None)
         if self.table:
-            return Output(text=self.root, sink=folder, options=options, target=replace(self.target, options=options))
+            return Output(text=self.root, target=replace(self.target, options=options))
         if self.local:
             target = folder.LocalFolderTarget(root=self.root, options=options)
-            return Output(text=self.root, sink=folder, options=options, target=target)
+            return Output(text=self.root, target=target)
         stored = object_folder.FolderTarget(
             shown=self.root, root=self.root, options=options, objects=ObjectFolder(self.root)
         )
-        return Output(text=self.root, sink=object_folder, options=options, target=stored)
+        return Output(text=self.root, target=stored)
 
     def _watch_lease(self, writing: Writing, *, looked: bool) -> None:
         """Note who holds the lease now."""

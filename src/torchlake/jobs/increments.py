@@ -107,7 +107,7 @@ def _by_key(
 
 
 def _in_mode(output: Output, mode: Any) -> Output:
-    return output_of(output.text, replace(output.options, mode=mode))
+    return output_of(output.text, replace(output.target.options, mode=mode))
 
 
 def position_name(table: str, settings: Mapping[str, Any]) -> str:
@@ -118,7 +118,7 @@ def position_name(table: str, settings: Mapping[str, Any]) -> str:
 
 def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the position that a job on a whole table stores, so that a later one can be incremental; else empty."""
-    if output.target.reusable or output.options.mode not in ("create", "overwrite"):
+    if output.target.reusable or output.target.options.mode not in ("create", "overwrite"):
         return {}
     if len(plan.sources) != 1 or plan.selection or plan.sources[0].get("kind") != "delta" or "since" in plan.sources[0]:
         return {}

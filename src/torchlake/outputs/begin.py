@@ -168,14 +168,15 @@ def _look(target: Target, request: WriteRequest, job: JobSpec) -> _Found:
     return _Found(target, request, job, snapshot, published)
 
 
-def _transaction(found: _Found, job: JobSpec, name: str, **fields: Any) -> Transaction:
+def _transaction(found: _Found, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
     target, request = found.target, found.request
-    parts, state = target.part_folder(name, request.schema), fields.pop("state", None) or state_of(target)
-    return Transaction(target=target, request=request, job=job, id=name, state=state, parts=parts, **fields)
+    parts = target.part_folder(name, request.schema)
+    return Transaction(target=target, request=request, state=state, job=job, id=name, parts=parts, **fields)
 
 
 def _completed(found: _Found, record: dict[str, Any]) -> Transaction:
-    return _transaction(found, found.job, record.get("commit", ""), complete=True, record=record)
+    state, name = state_of(found.target), record.get("commit", "")
+    return _transaction(found, state, found.job, name, complete=True, record=record)
 
 
 def _finished(found: _Found) -> dict[str, Any] | None:
@@ -280,7 +281,7 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     # append of the same rows must never be a new commit, so its id depends on the job alone.
     basis = snapshot.version if target.options.mode == "overwrite" or target.reusable else ""
     name = name or commit_id(job, basis)
-    return _transaction(found, job, name, state=state, discarded=tuple(one for one in discarded if one != name))
+    return _transaction(found, state, job, name, discarded=tuple(one for one in discarded if one != name))
 
 
 def _continues(found: _Found, stored: _Interrupted) -> bool:

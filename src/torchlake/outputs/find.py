@@ -55,8 +55,6 @@ class Output:
     """An output of any kind, to write to."""
 
     text: str
-    sink: ModuleType
-    options: SinkOptions
     target: Target
 
     @property
@@ -114,17 +112,14 @@ def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
     Raises UsageError if no sink can write to it, MissingExtra when its library is not installed, OutputError and
     StorageError when it cannot be opened.
     """
-    options = options or SinkOptions()
-    sink, text = sink_of(output, options.format), output_text(output)
-    return Output(text=text, sink=sink, options=options, target=sink.open_target(text, options))
+    options, text = options or SinkOptions(), output_text(output)
+    return Output(text=text, target=sink_of(output, options.format).open_target(text, options))
 
 
 def folder_output(output: str | Path) -> Output:
     """Return a local Parquet folder as an output. Raises UsageError for a URL."""
-    sink, options = plugins.load("targets", "folder"), SinkOptions()
-    return Output(
-        text=os.fspath(output), sink=sink, options=options, target=sink.open_target(os.fspath(output), options)
-    )
+    text = os.fspath(output)
+    return Output(text=text, target=plugins.load("targets", "folder").open_target(text, SinkOptions()))
 
 
 @dataclass(frozen=True, kw_only=True)
