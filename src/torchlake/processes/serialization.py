@@ -25,7 +25,7 @@ import cloudpickle
 from torchlake import errors
 from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
-_OURS = ("torchlake.processes.child", "torchlake.launching.launch", "runpy")
+_OURS = ("torchlake.processes.child", "torchlake.launching.scripts", "torchlake.launching.by_name", "runpy")
 LOST = -1000
 "Exit code of a process whose machine or executor was lost."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process

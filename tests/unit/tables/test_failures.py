@@ -51,7 +51,7 @@ def test_a_sound_table_has_none(model: Path, tmp_path: Path) -> None:
 def test_the_command_says_them(
     model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torchlake.cli.app.make_engine", lambda *_, **__: tiny.Here())
+    monkeypatch.setattr("torchlake.cli.options.make_engine", lambda *_, **__: tiny.Here())
     words = ["predict", str(model), str(folder), str(tmp_path / "out"), "--max-error-rate", "1"]
     assert main(words) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -200,17 +200,17 @@ def test_an_unknown_format_is_refused_and_a_known_one_recognized(tmp_path: Path)
 
 def test_urls_are_read_and_renamed_files_are_seen() -> None:
     memory = fsspec.filesystem("memory")
-    for name, numbers in (("lake/a.parquet", [1, 2]), ("lake/sub/b.parquet", [3]), ("lake/_x/c.parquet", [9])):
+    for name, numbers in (("renamed/a.parquet", [1, 2]), ("renamed/sub/b.parquet", [3]), ("renamed/_x/c.parquet", [9])):
         sink = io.BytesIO()
         pq.write_table(pa.table({"n": numbers}), sink)
         memory.pipe(f"/{name}", sink.getvalue())
     memory.pipe("/csv/t.csv", b"n\n1\n2\n")
-    table = open_table("memory://lake", columns=["n"])
+    table = open_table("memory://renamed", columns=["n"])
     assert table.names == ("a.parquet", "sub/b.parquet")
     plan = plan_chunks(table, columns=["n"])
     reader = ChunkReader(["n"])
     assert [reader.read(chunk)[0]["n"].to_pylist() for chunk in plan.chunks] == [[1, 2], [3]]
-    assert open_table("memory://lake/*.parquet").names == ("a.parquet",)
+    assert open_table("memory://renamed/*.parquet").names == ("a.parquet",)
     plan = plan_chunks(open_table("memory://csv/t.csv"), columns=["n"])
     assert ChunkReader(["n"]).read(plan.chunks[0])[0]["n"].to_pylist() == ["1", "2"]
     memory.pipe("/csv/t.csv", b"n\n1\n3\n")
@@ -224,7 +224,7 @@ class Canary(pa.ExtensionType):  # type: ignore[misc]
 
     heard: ClassVar[list[bytes]] = []
 
-    def __init__(self, name: str = "torchlake.tests.canary") -> None:
+    def __init__(self, name: str = "torchrenamed.tests.canary") -> None:
         super().__init__(pa.string(), name)
 
     def __arrow_ext_serialize__(self) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, RankFailed, UsageError
-from torchlake.launching import launch as launching
+from torchlake.launching import scripts
 from torchlake.launching.launch import launch, launch_script
 
 TWO = Local(processes=2)
@@ -177,7 +177,7 @@ def test_a_script_runs_where_its_file_is_not(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    launching._run_script(
+    scripts.run_script(
         "/nowhere/train.py", b"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(__name__)", f"{tmp_path}/said"
     )
     assert (tmp_path / "said").read_text() == "__main__"
@@ -221,7 +221,7 @@ def test_every_rank_runs_what_the_driver_read(tmp_path: Path, monkeypatch: pytes
     if here != "absent":
         (folder / "train.py").write_text(STALE if here == "stale" else SHIPPED)
     monkeypatch.chdir(tmp_path)
-    launch(partial(launching._run_script, "project/train.py", SHIPPED.encode()), "--lr", engine=TWO)
+    launch(partial(scripts.run_script, "project/train.py", SHIPPED.encode()), "--lr", engine=TWO)
     for rank in range(2):
         facts = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert facts["spawned"] == ["shipped"]
@@ -238,6 +238,6 @@ def test_a_failure_of_what_the_driver_read_shows_its_lines(tmp_path: Path, monke
     _write(tmp_path / "train.py", STALE)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RankFailed, match="KeyError: 'absent'") as caught:
-        launch(partial(launching._run_script, "train.py", b"rate = 1\n{}['absent']\n"), engine=TWO)
+        launch(partial(scripts.run_script, "train.py", b"rate = 1\n{}['absent']\n"), engine=TWO)
     assert "File \"train.py\", line 2, in <module>\n    {}['absent']" in caught.value.traceback
     assert "torchlake" not in caught.value.traceback
