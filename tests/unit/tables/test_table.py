@@ -224,7 +224,7 @@ class Canary(pa.ExtensionType):  # type: ignore[misc]
 
     heard: ClassVar[list[bytes]] = []
 
-    def __init__(self, name: str = "torchrenamed.tests.canary") -> None:
+    def __init__(self, name: str = "torchlake.tests.canary") -> None:
         super().__init__(pa.string(), name)
 
     def __arrow_ext_serialize__(self) -> bytes:
