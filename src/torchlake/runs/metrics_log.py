@@ -117,8 +117,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def _complete_lines(path: Path) -> list[str]:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return [text for text in file if text.endswith("\n")]
+    # Read at once: line by line, a line that is completed meanwhile would be read in two pieces.
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [f"{line}\n" for line in text.split("\n")[:-1]]
 
 
 def _encode(value: Any) -> Any:

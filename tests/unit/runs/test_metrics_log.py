@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import threading
 from pathlib import Path
 
 from torchlake.runs import metrics_log
@@ -18,6 +19,26 @@ def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:
     write(path, lines[0])
     write(path, lines[1])
     assert metrics_log.read_metrics(path) == lines
+
+
+def test_a_file_that_grows_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+
+    def write_in_pieces() -> None:
+        with open(path, "ab", buffering=0) as file:
+            for step in range(300):
+                text = json.dumps({"step": step, "note": "\u2028"}, ensure_ascii=False).encode() + b"\n"
+                for start in range(0, len(text), 5):
+                    file.write(text[start : start + 5])
+
+    thread = threading.Thread(target=write_in_pieces)
+    thread.start()
+    while thread.is_alive():
+        steps = [line["step"] for line in metrics_log.read_metrics(path)]
+        assert steps == [*range(len(steps))]
+    thread.join()
+    assert len(metrics_log.read_metrics(path)) == 300
 
 
 def test_what_is_not_finite_is_seen_and_is_valid_json(tmp_path: Path) -> None:
