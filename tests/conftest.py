@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
+# More processes than cores compute at the same time: threads that spin while they wait would take a fifth of all time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Sessions live for seconds: on a small machine the JVM's optimizing compiler costs more than it gives back.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 # torch, MKL and oneDNN, also OpenVINO's, are limited to the same class of CPUs; they read this when they load.
