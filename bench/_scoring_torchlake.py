@@ -5,7 +5,7 @@ is `end_to_end.py`'s question.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ def settings_of(model: str | Path, runtime: str, batch_tokens: int | None = None
         row_timeout_s=600.0,
         batch_tokens=batch_tokens,
     )
+
+
+def read_texts(scorer: Scorer, texts: Sequence[str]) -> Any:
+    """What the scorer reads of a table with these texts: their tokens, ready to be scored."""
+    return scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {})
 
 
 def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
@@ -90,7 +95,7 @@ def in_two_steps(scorer: Scorer) -> Mapping[str, Score]:
     kept: dict[str, Any] = {}
 
     def tokenize(texts: list[str]) -> tuple[np.ndarray, int]:
-        kept["work"] = scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {})
+        kept["work"] = read_texts(scorer, texts)
         return np.zeros((0, 0)), 0
 
     def forward(texts: list[str]) -> tuple[np.ndarray, int]:
@@ -103,7 +108,7 @@ def in_two_steps(scorer: Scorer) -> Mapping[str, Score]:
 def score_texts(scorer: Scorer, texts: list[str]) -> tuple[np.ndarray, int]:
     """Probabilities (N, C) or vectors (N, D), and the padded tokens handed to the forward pass."""
     before = scorer.padded_tokens
-    scored = scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {}))
+    scored = scorer.score(read_texts(scorer, texts))
     assert scored["error"].null_count == len(texts), scored["error"].drop_null()[0]
     if "embedding" in scored.column_names:
         vectors = scored["embedding"].combine_chunks().flatten().to_numpy()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import _gpu
-import pyarrow as pa
 from _common import SCRATCH, arguments, finish
 from _limit import model_operations
 
@@ -110,7 +109,7 @@ def by_pipeline(folder: Path, tokenizer: Any) -> Callable[[list[str]], object]:
 
 def by_runtime(folder: Path, name: str) -> Callable[[list[str]], object]:
     """A torchlake runtime, driven as `predict` drives it, in the precision that the runtime takes on a GPU."""
-    from _scoring_torchlake import settings_of
+    from _scoring_torchlake import read_texts, settings_of
 
     from torchlake.scoring.scorer import Scorer
 
@@ -118,7 +117,7 @@ def by_runtime(folder: Path, name: str) -> Callable[[list[str]], object]:
     if reason is not None:
         raise RuntimeError(reason)
     scorer = Scorer(settings=settings_of(folder, name))
-    return lambda texts: scorer.score(scorer.read(pa.table({scorer.spec.text: pa.array(texts, pa.string())}), {}))
+    return lambda texts: scorer.score(read_texts(scorer, texts))
 
 
 def _model(folder: Path) -> Any:

@@ -153,6 +153,8 @@ def write_generate(setup: dict[str, Any]) -> Result:
 
 
 def write_torchlake(setup: dict[str, Any]) -> Result:
+    from _scoring_torchlake import read_texts
+
     from torchlake.models.generation import GenerationOptions
     from torchlake.scoring.rows import ScoringSettings
     from torchlake.scoring.scorer import Scorer
@@ -173,7 +175,7 @@ def write_torchlake(setup: dict[str, Any]) -> Result:
         )
     )
     began = time.perf_counter()
-    work = scorer.read(pa.table({scorer.spec.text: pa.array(setup["prompts"])}), {})
+    work = read_texts(scorer, setup["prompts"])
     table = scorer.score(work)
     return {
         "seconds": time.perf_counter() - began,

@@ -212,7 +212,8 @@ class ObjectStore:
             owner = self.read_owner()
             if owner is None or owner.belongs is None or owner.attempt != attempt:
                 raise taken_over(self)
-            before, after = self._lists(owner.found.content), self._lists(owner.found.content)
+            before = self._lists(owner.found.content)
+            after = {kind: dict(listed) for kind, listed in before.items()}
             change(after)
             content = _encoded({"format": 2, "run": owner.belongs, "attempt": attempt, **after})
             if self.objects.replace(RUN, content, owner.found.version, site=site):

@@ -46,9 +46,14 @@ def keep_sound_parts(write: Transaction, published: JobSpec | None) -> None:
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
     if write.target.staged:
         _remove_orphans(write, expected)
-    kept = _published_parts(write, published, expected)
+    place, sizes, kept = "", dict[str, int](), list[Part]()
+    if published is not None and published.record is not None:
+        place = parts_of(write.target, published.record)
+        sizes = _sizes(place)
+        kept = _published_parts(write, published.record, expected, place, sizes)
     covered = {chunk for part in kept for chunk in part.all_chunks}
-    sizes = _sizes(folder.location)
+    if place != folder.location:  # all commits to a bucket have their parts in one folder, which is listed once
+        sizes = _sizes(folder.location)
     staged = [
         (folder, name, chunk.index, chunk.rows)
         for name, chunk in expected.items()
@@ -95,15 +100,15 @@ def _remove_orphans(write: Transaction, expected: Mapping[str, Chunk]) -> None:
                 write.removed += 1
 
 
-def _published_parts(write: Transaction, published: JobSpec | None, expected: Mapping[str, Chunk]) -> list[Part]:
-    """Return the parts of a folder's last commit that belong to this job; staged parts are links to them."""
-    if published is None or published.record is None:
-        return []
-    place, thorough = parts_of(write.target, published.record), write.request.allowed.overwrite
-    sizes = _sizes(place)
+def _published_parts(
+    write: Transaction, record: Mapping[str, Any], expected: Mapping[str, Chunk], place: str, sizes: Mapping[str, int]
+) -> list[Part]:
+    """Return the parts of a folder's last commit, in `place`, that belong to this job; staged parts are links to
+    them."""
+    thorough = write.request.allowed.overwrite
     found = [
         part
-        for part in map(part_of_entry, published.record["parts"])
+        for part in map(part_of_entry, record["parts"])
         if expected.keys() >= {name.rpartition("/")[2] for name in part.members or [part.name]}
         and sizes.get(part.name) == part.bytes
         and not (thorough and part.failed)

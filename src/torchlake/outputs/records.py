@@ -59,15 +59,16 @@ def _name(target: Target, commit: str, *, plan: bool = False) -> str:
 
 def last_job(target: Target, snapshot: Snapshot) -> JobSpec | None:
     """Return the job of torchlake's last commit to a target. Raises OutputError when its plan is damaged."""
-    if snapshot.latest is None:
+    latest = snapshot.latest  # once: Delta looks for it in the table's log
+    if latest is None:
         return None
-    record, plan = read_record(target, snapshot.latest), read_record(target, snapshot.latest, plan=True)
+    record, plan = read_record(target, latest), read_record(target, latest, plan=True)
     if record is None or plan is None:
         return None
     try:
         return JobSpec(plan_from_json(plan), record["fingerprint"], record, record.get("environments", []))
     except DataError as error:
-        name = _name(target, snapshot.latest, plan=True)
+        name = _name(target, latest, plan=True)
         raise OutputError(f"{target.root}/{name}: {error}. Remove its folder, or give another output.") from error
 
 

@@ -1,6 +1,6 @@
-"""What a sink provides: a target to which the files of a job are committed, all at once and exactly once.
+"""What a kind of output provides: a target to which the files of a job are committed, all at once and exactly once.
 
-A sink is a file in this package, with these functions:
+Each kind is a file in `targets/`, with these functions:
 
     recognizes(output, format)      whether a path, URL or name is an output of this kind; cheap, imports no library
     open_target(output, options)    its `Target`; raises OutputError, UsageError or MissingExtra
@@ -23,8 +23,6 @@ from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.rewrite import LiveFile
 
 Mode = Literal["create", "append", "overwrite", "replace-where"]
-MODES: tuple[Mode, ...] = ("create", "append", "overwrite", "replace-where")
-FORMATS = ("parquet", "delta", "iceberg")
 STATE = "_torchlake"
 "The folder of a target with records, plans and the state of a job; readers of tables ignore the name."
 

@@ -31,20 +31,16 @@ from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_sch
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSnapshot:
-    """A folder at one version; `found` is None before the first commit."""
+    """A folder at one version; both fields are None before the first commit."""
 
     found: Found | None
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The commit record."""
-        return None if self.found is None else json.loads(self.found.content)
+    record: dict[str, Any] | None
+    "The commit record, which `found` has as JSON."
 
     @property
     def version(self) -> str:
         """The id of the commit; empty before the first one."""
-        record = self.record
-        return "" if record is None else str(record["commit"])
+        return "" if self.record is None else str(self.record["commit"])
 
     @property
     def latest(self) -> str | None:
@@ -73,7 +69,7 @@ class FolderTarget:
             raise DataError(f"{self.root}/{COMMIT}: not valid JSON ({error})") from None
         if value is not None and not (is_record(value) and "commit" in value):
             raise DataError(f"{self.root}/{COMMIT}: not a commit record of this version")
-        return FolderSnapshot(found=found)
+        return FolderSnapshot(found=found, record=value)
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """Return the folder of all parts, with that of this commit in it."""
