@@ -443,14 +443,15 @@ def gpu_session(discovery: str, amount: str) -> Any:
 
 def gpus(discovery: str, amount: str, chunk_gpus: int | None, rank_gpus: int | None) -> dict[str, Any]:
     """The devices that each kind of job sees on a session whose tasks are granted `amount` GPUs."""
+    from torchlake.engines import Resources
     from torchlake.errors import UsageError
 
     made = gpu_session(discovery, amount)
     engine = spark_engine(made, processes=2)
     seen: dict[str, Any] = {}
     jobs: dict[str, Callable[[], Any]] = {
-        "chunks": lambda: [*engine.run_chunks(devices, range(6), gpus_per_process=chunk_gpus)],
-        "several": lambda: [*engine.run_chunks(devices, range(6), gpus_per_process=None, devices_per_process=2)],
+        "chunks": lambda: [*engine.run_chunks(devices, range(6), resources=Resources(gpus=chunk_gpus))],
+        "several": lambda: [*engine.run_chunks(devices, range(6), resources=Resources(gpus=None, devices=2))],
         "launch": lambda: engine.launch(rank_devices, processes=2, gpus_per_process=rank_gpus),
         "one rank": lambda: engine.launch(rank_devices, processes=1, gpus_per_process=rank_gpus),
         "frame": lambda: [row["seen"] for row in framed(engine, made)],

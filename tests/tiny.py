@@ -43,7 +43,7 @@ from transformers import (
     ViTModel,
 )
 
-from torchlake.engines import Engine, Worker
+from torchlake.engines import DEFAULT_RESOURCES, Engine, Resources, Worker
 from torchlake.models import load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
@@ -351,10 +351,7 @@ class Here(Engine):
         make_worker: Callable[[], Worker],
         chunks: Iterable[Any],
         *,
-        processes: int | None = None,
-        gpus_per_process: int | None = 0,
-        memory_per_process: int = 0,
-        threads_per_process: int | None = None,
+        resources: Resources = DEFAULT_RESOURCES,
         **_: Any,
     ) -> Generator[Any, None, None]:
         yield from make_worker()(iter(chunks))

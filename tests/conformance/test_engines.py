@@ -17,7 +17,7 @@ import pytest
 import engine_work as work
 from sweeps import sweep
 from torchlake import engines, plugins
-from torchlake.engines import Engine, _ray_train, _spark_distributor
+from torchlake.engines import Engine, Resources, _ray_train, _spark_distributor
 from torchlake.errors import Diverged, Interrupted, RankFailed, TableError, TooManyErrors, UsageError
 from torchlake.processes import hardware
 from torchlake.tables import keys
@@ -78,7 +78,7 @@ def test_there_may_be_no_chunks(engine: Engine) -> None:
 
 
 def test_there_may_be_more_processes_than_chunks(engine: Engine) -> None:
-    assert list(engine.run_chunks(work.squares, [3], processes=2)) == [9]
+    assert list(engine.run_chunks(work.squares, [3], resources=Resources(processes=2))) == [9]
 
 
 def test_chunks_and_results_may_be_any_picklable_value(engine: Engine) -> None:
@@ -118,17 +118,18 @@ def test_processes_share_the_cores_and_may_have_several_each(engine: Engine, mon
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     engine.processes = None  # the number is the engine's own choice here, of as many as there are chunks
     cores = hardware.cores()
-    everything = set(engine.run_chunks(work.threads, range(2), threads_per_process=10_000))
+    everything = set(engine.run_chunks(work.threads, range(2), resources=Resources(threads=10_000)))
     assert len({pid for pid, _ in everything}) == 1
     assert {int(threads) for _, threads in everything} == {cores}
-    shared = set(engine.run_chunks(work.threads, range(2), processes=2, threads_per_process=10_000))
+    shared = set(engine.run_chunks(work.threads, range(2), resources=Resources(processes=2, threads=10_000)))
     assert {int(threads) for _, threads in shared} == {max(1, cores // 2)}, "a number that is given is the number"
-    with pytest.raises(UsageError, match="threads_per_process must be 1 or more, not 0"):
-        list(engine.run_chunks(work.squares, range(3), threads_per_process=0))
+    with pytest.raises(UsageError, match="threads must be 1 or more, not 0"):
+        list(engine.run_chunks(work.squares, range(3), resources=Resources(threads=0)))
 
 
 def test_a_worker_ends_in_order(engine: Engine, tmp_path: Path) -> None:
-    assert sorted(engine.run_chunks(partial(work.with_an_end, tmp_path), range(4), processes=1)) == [0, 1, 2, 3]
+    running = engine.run_chunks(partial(work.with_an_end, tmp_path), range(4), resources=Resources(processes=1))
+    assert sorted(running) == [0, 1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["ended"]
 
 
@@ -164,14 +165,14 @@ def test_an_error_of_ours_in_a_worker_comes_back_as_itself(engine: Engine) -> No
 
 def test_an_exception_while_making_the_worker_is_not_retried(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="no model here"):
-        list(engine.run_chunks(partial(work.fails_to_make, tmp_path), range(3), processes=1))
+        list(engine.run_chunks(partial(work.fails_to_make, tmp_path), range(3), resources=Resources(processes=1)))
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("spoil", ["few", "many", "early"])
 def test_one_result_per_chunk_is_enforced(engine: Engine, spoil: str) -> None:
     with pytest.raises(RankFailed, match="results for"):
-        list(engine.run_chunks(partial(work.miscounting, spoil), range(3), processes=1))
+        list(engine.run_chunks(partial(work.miscounting, spoil), range(3), resources=Resources(processes=1)))
 
 
 def test_much_is_spread_over_processes_and_comes_back_in_order(
@@ -269,4 +270,4 @@ def test_a_number_of_processes_below_one_is_refused(engine: Engine) -> None:
     with pytest.raises(UsageError, match="processes must be 1 or more, not 0"):
         engine.launch(os.getpid, processes=0)
     with pytest.raises(UsageError, match="processes must be 1 or more, not -1"):
-        list(engine.run_chunks(work.squares, range(3), processes=-1))
+        list(engine.run_chunks(work.squares, range(3), resources=Resources(processes=-1)))

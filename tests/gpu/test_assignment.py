@@ -8,6 +8,7 @@ import torch
 
 import torchlake as tl
 from torchlake import plugins
+from torchlake.engines import Resources
 from torchlake.errors import UsageError
 
 
@@ -36,7 +37,8 @@ def engine_named(name: str) -> "tl.Engine":
 def test_every_process_sees_one_gpu(name: str) -> None:
     engine = engine_named(name)
     chunks = range(4 * torch.cuda.device_count())
-    found = list(engine.run_chunks(seen_devices, chunks, processes=torch.cuda.device_count(), gpus_per_process=1))
+    one_each = Resources(processes=torch.cuda.device_count(), gpus=1)
+    found = list(engine.run_chunks(seen_devices, chunks, resources=one_each))
     assert {count for _, count in found} == {"1"}
     assert len({devices for devices, _ in found}) == torch.cuda.device_count()
 
@@ -45,4 +47,4 @@ def test_more_gpus_than_there_are_is_an_error() -> None:
     engine = tl.Local(processes=1)
     wanted = torch.cuda.device_count() + 1
     with pytest.raises(UsageError, match=rf"1 processes with {wanted} GPUs each need {wanted} GPUs"):
-        list(engine.run_chunks(seen_devices, range(1), processes=1, gpus_per_process=wanted))
+        list(engine.run_chunks(seen_devices, range(1), resources=Resources(processes=1, gpus=wanted)))

@@ -16,6 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,39 @@ SPREAD_MEMORY = 1 << 30
 "The memory in bytes of a process that hashes, sorts keys or checks parts."
 
 
+def at_least_one(number: int, name: str = "processes") -> int:
+    """Return `number`. Raises UsageError if it is below 1."""
+    if number < 1:
+        raise UsageError(f"{name} must be 1 or more, not {number}.")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a chunk job asks of an engine. Raises UsageError for a number below 1 of processes, devices or threads."""
+
+    processes: int | None = None
+    "The number of processes; None: the engine's own number, else as many as are useful and fit."
+    gpus: int | None = 0
+    "GPUs of each process. None: one, or `devices` of them, if there are any, and no more processes than GPUs."
+    devices: int = 1
+    "Devices that share one copy of a model in each process."
+    memory: int = 0
+    "Bytes of each process: as many processes start as fit into the free memory. 0: no limit."
+    threads: int = 1
+    """Cores of each process. OpenMP, MKL and Rayon use as many threads as a process has cores, unless the user set
+    their numbers."""
+
+    def __post_init__(self) -> None:
+        if self.processes is not None:
+            at_least_one(self.processes)
+        at_least_one(self.devices, "devices")
+        at_least_one(self.threads, "threads")
+
+
+DEFAULT_RESOURCES = Resources()
+
+
 class Engine(ABC):
     """Where Python runs.
 
@@ -57,11 +91,7 @@ class Engine(ABC):
         make_worker: Callable[[], Worker],
         chunks: Iterable[Any],
         *,
-        processes: int | None = None,
-        gpus_per_process: int | None = 0,
-        devices_per_process: int = 1,
-        memory_per_process: int = 0,
-        threads_per_process: int | None = None,
+        resources: Resources = DEFAULT_RESOURCES,
         name: str = "chunks",
         label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
@@ -73,18 +103,11 @@ class Engine(ABC):
         the engine has another chunk. `make_worker`, chunks and results must be picklable. The engine's user interface
         shows `name` for the job and `label` of a chunk.
 
-        `gpus_per_process=None` gives each process one GPU, or `devices_per_process` of them, if there are any, and
-        starts no more processes than GPUs.
-        If the engine chooses the number of processes, they fit into free memory at `memory_per_process` bytes each, and
-        have `threads_per_process` cores each (None: one). OpenMP, MKL and Rayon use as many threads as a process has
-        cores, unless the user set their numbers.
-
         A process that dies is replaced, and its unfinished chunks run again. Closing the iterator, or an exception in
         the consuming thread, cancels the job and ends its processes: consume it inside `contextlib.closing`.
 
         Raises a worker's TorchlakeError as itself; RankFailed, with the traceback, for other exceptions of a worker,
-        for a chunk whose processes keep dying, and if no worker can start; UsageError for impossible numbers of
-        processes, GPUs or threads.
+        for a chunk whose processes keep dying, and if no worker can start; UsageError for more GPUs than there are.
         """
 
     @abstractmethod
@@ -120,7 +143,7 @@ class Engine(ABC):
         results = self.run_chunks(
             partial(_make_mapper, function),
             list(enumerate(items)),
-            memory_per_process=SPREAD_MEMORY,
+            resources=Resources(memory=SPREAD_MEMORY),
             name=name,
             label=_item_label,
         )
@@ -177,13 +200,6 @@ def _make_mapper(function: Callable[[T], R]) -> Callable[[Iterator[tuple[int, T]
 
 def _item_label(item: tuple[int, Any]) -> str:
     return f"item {item[0]}"
-
-
-def at_least_one(number: int, name: str = "processes") -> int:
-    """Return `number`. Raises UsageError if it is below 1."""
-    if number < 1:
-        raise UsageError(f"{name} must be 1 or more, not {number}.")
-    return number
 
 
 def process_bounds(processes: ProcessRange) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any
 
-from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
+from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources, Worker, process_bounds
 from torchlake.processes.children import Children
 from torchlake.processes.chunk_process import run_chunks_locally
 from torchlake.processes.environment import (
@@ -43,26 +43,18 @@ class Local(Engine):
         make_worker: Callable[[], Worker],
         chunks: Iterable[Any],
         *,
-        processes: int | None = None,
-        gpus_per_process: int | None = 0,
-        devices_per_process: int = 1,
-        memory_per_process: int = 0,
-        threads_per_process: int | None = None,
+        resources: Resources = DEFAULT_RESOURCES,
         name: str = "chunks",
         label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
-        todo = list(chunks)
-        threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
-        if processes is not None:
-            wanted = at_least_one(processes)
-        else:
-            wanted = self.processes or max_processes(memory_per_process, threads)
-        if gpus_per_process is None:
+        todo, each = list(chunks), resources.gpus
+        wanted = resources.processes or self.processes or max_processes(resources.memory, resources.threads)
+        if each is None:
             found = len(gpus())
-            gpus_per_process = at_least_one(devices_per_process, "devices_per_process") if found else 0
-            wanted = max(1, min(wanted, found // gpus_per_process)) if found else wanted
+            each = resources.devices if found else 0
+            wanted = max(1, min(wanted, found // each)) if found else wanted
         number = max(1, min(wanted, len(todo)))
-        devices = assign_gpus(number, gpus_per_process)
+        devices = assign_gpus(number, each)
         environments = [local_environment(number, devices[index] if devices else None) for index in range(number)]
         children = partial(Children, stdout_to_stderr=self.stdout_to_stderr)
         return run_chunks_locally(pack(make_worker), todo, environments, children)

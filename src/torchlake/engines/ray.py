@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
+from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources, Worker, process_bounds
 from torchlake.engines._frames import BatchMapper, map_table
 from torchlake.engines._ray_chunks import ChunkJob, Demand
 from torchlake.engines._ray_cluster import (
@@ -90,27 +90,24 @@ class Ray(Engine):
         make_worker: Callable[[], Worker],
         chunks: Iterable[Any],
         *,
-        processes: int | None = None,
-        gpus_per_process: int | None = 0,
-        devices_per_process: int = 1,
-        memory_per_process: int = 0,
-        threads_per_process: int | None = None,
+        resources: Resources = DEFAULT_RESOURCES,
         name: str = "chunks",
         label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         todo, payload = list(chunks), pack(make_worker)
-        threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
-        number = self.processes if processes is None else at_least_one(processes)
+        number = resources.processes or self.processes
         strategy = _one_of(self.placement_strategy, CHUNK_STRATEGIES, "chunks run as") or "DEFAULT"
         if not todo:
             return (chunk for chunk in todo)  # empty, without starting Ray
         started = self.join()
-        share, nodes = self._share(self._gpus(gpus_per_process, devices_per_process)), total_nodes()
+        share, nodes = self._share(self._gpus(resources.gpus, resources.devices)), total_nodes()
         if number is None:
-            share = replace(share, cpus=self.cpus_per_process or min(threads, with_most_cpus(share, 1, nodes).cpus))
+            share = replace(
+                share, cpus=self.cpus_per_process or min(resources.threads, with_most_cpus(share, 1, nodes).cpus)
+            )
             at_once = max(1, share.count_on(nodes))
         if number is None and started:
-            number = max(1, min(at_once, max_processes(memory_per_process), len(todo)))
+            number = max(1, min(at_once, max_processes(resources.memory), len(todo)))
         if number is not None:
             share, at_once = self._even(share, number), number
         demand = Demand(share=share, most=number or len(todo), at_once=at_once, strategy=strategy)

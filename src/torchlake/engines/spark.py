@@ -9,13 +9,14 @@ Spark's own messages. Cost: about 1 s for a job's first process, once the sessio
 """
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
+from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources, Worker, process_bounds
 from torchlake.engines._frames import map_batches
 from torchlake.engines._spark_chunks import ChunkJob, bundled, run_job
 from torchlake.engines._spark_distributor import launch_with_torch_distributor
@@ -65,30 +66,23 @@ class Spark(Engine):
         make_worker: Callable[[], Worker],
         chunks: Iterable[Any],
         *,
-        processes: int | None = None,
-        gpus_per_process: int | None = 0,
-        devices_per_process: int = 1,
-        memory_per_process: int = 0,
-        threads_per_process: int | None = None,
+        resources: Resources = DEFAULT_RESOURCES,
         name: str = "chunks",
         label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         todo, payload = list(chunks), pack(make_worker)
-        threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
-        wanted = self.processes if processes is None else at_least_one(processes)
         if not todo:
             return
-        session = self.session
+        session, resources = self.session, replace(resources, processes=resources.processes or self.processes)
         if session.is_connect:
-            threads = session.cores_per_slot
+            resources = replace(resources, threads=session.cores_per_slot)
         if session.on_this_machine:
-            each = gpus_per_process, devices_per_process
-            lanes, threads = _lanes_here(session, wanted, len(todo), each, threads, memory_per_process)
+            lanes, threads = _lanes_here(session, len(todo), resources)
             profile = None
         else:
-            lanes = None if wanted is None else _lanes(min(wanted, len(todo)))
-            threads = min(session.cores_per_executor, max(threads, session.cores_per_slot))
-            profile = session.profile(threads, session.gpus_needed(gpus_per_process, devices_per_process))
+            lanes = None if resources.processes is None else _lanes(min(resources.processes, len(todo)))
+            threads = min(session.cores_per_executor, max(resources.threads, session.cores_per_slot))
+            profile = session.profile(threads, session.gpus_needed(resources.gpus, resources.devices))
         shared = payload if session.is_connect else session.context.broadcast(payload)
         job = ChunkJob(
             session=session,
@@ -202,15 +196,15 @@ def _lanes(number: int) -> list[dict[str, str]]:
     return [{"TORCHLAKE_LANE": str(lane)} for lane in range(number)]
 
 
-def _lanes_here(
-    session: Session, wanted: int | None, chunks: int, gpus_each: tuple[int | None, int], threads: int, memory: int
-) -> tuple[list[dict[str, str]] | None, int]:
+def _lanes_here(session: Session, chunks: int, resources: Resources) -> tuple[list[dict[str, str]] | None, int]:
     """Return the environments of concurrent tasks (None: one per slot) and their threads, if tasks share this machine
-    and Spark grants no GPUs. `gpus_each` are gpus_per_process and devices_per_process of `Engine.run_chunks`. Raises
-    UsageError if this machine has too few GPUs."""
-    (given, several), here, all_cores = gpus_each, gpus(), session.slots * session.cores_per_slot
-    each = (several if here else 0) if given is None else given
-    number = min(all_cores // threads, max_processes(memory)) if wanted is None else wanted
+    and Spark grants no GPUs.
+
+    Raises UsageError if this machine has too few GPUs.
+    """
+    here, given, all_cores = gpus(), resources.gpus, session.slots * session.cores_per_slot
+    each = (resources.devices if here else 0) if given is None else given
+    number = resources.processes or min(all_cores // resources.threads, max_processes(resources.memory))
     number = max(1, min(number, session.slots, chunks, *([len(here) // each] if given is None and each else [])))
     shares = assign_gpus(number, each)
     threads = max(1, all_cores // number)

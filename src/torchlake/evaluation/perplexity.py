@@ -26,7 +26,7 @@ from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
 from torchlake.data.bins import Bins, one_per_block
 from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.metrics import Metric, loss_metrics
 from torchlake.models.folders import model_folder
@@ -144,8 +144,7 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
     made = engine.run_chunks(
         plugins.carried(settings.spec.task, partial(make_loss_worker, settings)),
         pieces,
-        gpus_per_process=None,
-        memory_per_process=worker_memory(settings.model),
+        resources=Resources(gpus=None, memory=worker_memory(settings.model)),
     )
     with closing(made), progress("evaluate", len(found), "blocks") as advance:
         for numbers, losses in made:

@@ -9,18 +9,21 @@ earlier job on this output has read are new.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import FingerprintError, TableError, UsageError
+from torchlake.jobs.work import Work
 from torchlake.outputs.find import Output, output_of
 from torchlake.outputs.records import commits_of, position_of, read_record
 from torchlake.outputs.target import Target
 from torchlake.tables.plan import Plan, plan_from_json
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import Followed
+from torchlake.tables.table import open_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,34 @@ class Increment:
     positions: Mapping[str, int] | None
     "How far the table is read; None for files, whose new ones are found when they are planned."
     deleted_keys: pa.Array | None = None
+
+
+def new_rows(work: Work[Any], table: Any, output: Output) -> Iterator[Increment]:
+    """Yield the increments that the last call has not committed; take each one after the commit of the one before.
+
+    Raises UsageError for a table or an output that cannot be followed, TableError for rows that were changed in a way
+    that cannot be.
+    """
+    source = followed(table)
+    if source is None:
+        # The first time an interrupted write is finished, the second time finds the files that came since.
+        yield from repeat(file_increment(table, output), 2)
+        return
+    rows = open_table(source.at(source.position), columns=work.columns)
+    work.fit(rows)
+    name = position_name(source.name, work.fingerprint(rows, output.earlier().fingerprint))
+    yield from increments(source, output, name, work.key)
+
+
+def only_new(
+    plan: Plan, output: Output, settings: Mapping[str, Any], increment: Increment | None
+) -> tuple[Plan, Mapping[str, int]] | None:
+    """Return the plan of the rows to read, and the positions to store with them; None if no file is new."""
+    if increment is None:
+        return plan, full_position(plan, output, settings)
+    if increment.positions is None:
+        return new_files(plan, output, settings)
+    return plan, increment.positions
 
 
 def followed(table: Any) -> Followed | None:

@@ -5,7 +5,6 @@ on every engine.
 """
 
 import platform
-import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,18 +16,16 @@ import pyarrow as pa
 
 from torchlake.config.options import JobArguments
 from torchlake.display import Shown, shown
-from torchlake.engines import Engine, as_engine
+from torchlake.engines import Engine, Resources, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.code_identity import check_takes_nothing, code_identity, function_name
-from torchlake.jobs.job import Job, open_input, plan_input, run_job, shown_outcome, workspace_of
 from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
-from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
-from torchlake.outputs.find import Output, output_of
-from torchlake.outputs.staging.spool import spooled
+from torchlake.jobs.options import check_values, output_options, refuse_unknown
+from torchlake.jobs.table_job import shown_outcome, table_job, workspace_of
+from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.tables.plan import Chunk, chunk_label
-from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import Table, check_columns
@@ -139,73 +136,72 @@ def map(
         row_timeout_s=options.get("row_timeout_s", 600.0),
     )
     identity = code_identity(make_worker, version)
-    about = output_options(options)
-    place = output_of(output, about.sink)
-    with spooled(table, place.place) as stored:
-        gpus = options.get("gpus_per_process", 0)
-        return _map_table(stored, place, settings, identity, as_engine(engine), about, gpus)
+    own, engine = output_options(options), as_engine(engine) or Local()
+    work = _Mapping(settings=settings, identity=identity, engine=engine, gpus=options.get("gpus_per_process", 0))
+    return Mapped(**table_job(work, table, output_of(output, own.sink), own, engine).outcome._asdict())
 
 
-def _map_table(
-    table: StoredTable,
-    output: Output,
-    settings: MapSettings,
-    identity: Mapping[str, str],
-    engine: Engine | None,
-    options: OutputOptions,
-    gpus_per_process: int,
-) -> Mapped:
-    began = time.perf_counter()
-    runner = engine or Local()
-    settings, source = _open(table, output, settings, options, runner)
-    key = settings.key
-    columns = tuple(dict.fromkeys((*([key] if key else []), *settings.columns)))
-    schema = output_schema(settings, source.schema)
-    plan = plan_input(source, output, columns, options, schema=schema, key=key, engine=runner)
-    job = Job(
-        name="map",
-        output=output,
-        source=source,
-        plan=plan,
-        schema=schema,
-        fingerprint=_fingerprint(settings, identity),
-        key=key,
-        environment=_environment(),
-        options=options,
-        spread=runner.spread,
-    )
+@dataclass(kw_only=True)
+class _Mapping:
+    """The work of `map`; see `jobs/work.py`. Without `columns` the function reads those of the input."""
 
-    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
-        return runner.run_chunks(
-            partial(make_map_worker, replace(settings, workspace=workspace_of(out))),
+    settings: MapSettings
+    identity: Mapping[str, str]
+    engine: Engine
+    gpus: int
+    name: str = "map"
+
+    @property
+    def key(self) -> str | None:
+        return self.settings.key
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        if not self.settings.columns:
+            return ()
+        return tuple(dict.fromkeys((*([self.key] if self.key else []), *self.settings.columns)))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The versions of the libraries that every function uses."""
+        versions = {name: version_of(name) for name in ("torchlake", "pyarrow", "numpy")}
+        return {**versions, "python": platform.python_version()}
+
+    def fit(self, source: Table) -> pa.Schema:
+        check_columns(source.source, (*([self.key] if self.key else []), *self.settings.columns), source.schema)
+        self.settings = replace(self.settings, columns=self.settings.columns or tuple(source.schema.names))
+        return output_schema(self.settings, source.schema)
+
+    def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "job": "map",
+            **self.identity,
+            "columns": list(self.settings.columns),
+            "key": self.key,
+            "schema": {column.name: str(column.type) for column in self.settings.schema},
+            "batch_rows": self.settings.batch_rows,
+        }
+
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
+        return self.engine.run_chunks(
+            partial(make_map_worker, replace(self.settings, workspace=workspace_of(out))),
             items,
-            gpus_per_process=gpus_per_process,
+            resources=Resources(gpus=self.gpus),
             name=f"map {out.title}",
             label=chunk_label,
         )
 
-    def provenance(made: list[MappedChunk], rows: int, seconds: float) -> dict[str, Any]:
+    def provenance(self, out: Transaction, made: Sequence[MappedChunk], seconds: float) -> dict[str, Any]:
         return {
-            **identity,
-            "engine": type(runner).__name__.lower(),
-            **_environment(),
-            "rows_mapped": rows,
+            **self.identity,
+            "engine": type(self.engine).__name__.lower(),
+            **self.environment,
+            "rows_mapped": sum(chunk.rows for chunk in out.pending),
             "seconds": round(seconds, 3),
             "function_seconds": round(sum(chunk.seconds for chunk in made), 3),
             "errors": [example for chunk in made for example in chunk.examples][:20],
         }
-
-    return Mapped(**run_job(job, start, provenance, began=began).outcome._asdict())
-
-
-def _open(
-    table: StoredTable, output: Output, settings: MapSettings, options: OutputOptions, engine: Engine
-) -> tuple[MapSettings, Table]:
-    """Return the settings with the columns that the function reads, and the input."""
-    wanted = tuple(dict.fromkeys((*([settings.key] if settings.key else []), *settings.columns)))
-    source = open_input(table, output, wanted if settings.columns else (), options, engine.spread)
-    check_columns(source.source, wanted, source.schema)
-    return replace(settings, columns=settings.columns or tuple(source.schema.names)), source
 
 
 def _promised(schema: pa.Schema | Mapping[str, pa.DataType], key: str | None) -> pa.Schema:
@@ -225,22 +221,3 @@ def _promised(schema: pa.Schema | Mapping[str, pa.DataType], key: str | None) ->
     if own is not None:
         raise UsageError(f"schema: torchlake writes the column {own!r} itself; leave it out of the function's result.")
     return pa.schema([column.remove_metadata().with_nullable(True) for column in schema])
-
-
-def _fingerprint(settings: MapSettings, identity: Mapping[str, str]) -> dict[str, Any]:
-    """Return all settings that, with the rows, determine the output."""
-    return {
-        "format": 1,
-        "job": "map",
-        **identity,
-        "columns": list(settings.columns),
-        "key": settings.key,
-        "schema": {column.name: str(column.type) for column in settings.schema},
-        "batch_rows": settings.batch_rows,
-    }
-
-
-def _environment() -> dict[str, str]:
-    """Return the versions of the libraries that every function uses."""
-    versions = {name: version_of(name) for name in ("torchlake", "pyarrow", "numpy")}
-    return {**versions, "python": platform.python_version()}

@@ -15,7 +15,7 @@ import pyarrow as pa
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import Workspace, examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part, schema_in_words
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.keys import row_ids
@@ -46,14 +46,11 @@ class MapSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MappedChunk:
-    """A worker's report about a chunk that it has written."""
+class MappedChunk(WrittenChunk):
+    """A worker's report about a chunk that it has mapped."""
 
-    part: Part
     seconds: float = 0.0
     "Seconds in the function."
-    examples: tuple[str, ...] = ()
-    "Up to three errors, each with its file and row."
 
 
 class WrongResult(UsageError):

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Resources
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer, prepare_runtime
@@ -109,7 +109,7 @@ def run_guarded(
     guarded = partial(_guarded_worker, work, str(folder), deadline_s)
     try:
         # The callers start at most one process per GPU.
-        running = engine.run_chunks(guarded, range(processes), processes=processes, gpus_per_process=None)
+        running = engine.run_chunks(guarded, range(processes), resources=Resources(processes=processes, gpus=None))
         with closing(running) as results:
             for result in results:
                 if isinstance(result, Stopped):

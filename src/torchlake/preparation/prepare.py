@@ -7,9 +7,9 @@ compressed text), and the text is never tokenized again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,25 +25,24 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
+from torchlake.jobs.options import OutputOptions
+from torchlake.jobs.table_job import table_job, workspace_of
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
+from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk
 from torchlake.labels.values import is_missing
 from torchlake.models import folders, load
-from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.find import folder_output
-from torchlake.outputs.parts import Part, PartFolder, part_name
-from torchlake.outputs.transaction import WriteRequest
+from torchlake.outputs.transaction import Transaction
 from torchlake.preparation.summary import describe_truncation
-from torchlake.progress import progress
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import from_numpy
-from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import reason_hint
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.table import open_table
+from torchlake.tables.table import Table
 from torchlake.tasks._inputs import PROMPT, check_columns
 from torchlake.tasks._null_rows import read_inputs, rows_of
 
@@ -63,8 +62,7 @@ class PrepareSettings:
     "The folder with the tokenizer; None: the job has no base model."
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
-    staging: str
-    parts: PartFolder
+    workspace: Workspace
 
 
 def prepare(
@@ -92,58 +90,70 @@ def prepare(
     first rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
     `failed`; FingerprintError if `output` was made from another table or with other settings, unless `overwrite`.
     """
-    source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
-    task = plugins.load("tasks", spec.task)
-    check_training_columns(source.schema, task, spec, source.source, tokenizer)
-    place = folder_output(output)
-    plan = plan_chunks(
-        source,
-        columns=spec.columns,
-        chunk_rows=task.chunk_rows,
-        cached=place.earlier().inputs,
-        spread=engine.spread,
+    work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine)
+    own = OutputOptions(
+        max_error_rate=1.0,  # `bad_rows` says what happens to rows with errors
+        chunk_rows=work.task.chunk_rows,
+        overwrite=overwrite,
+        read=options or ReadOptions(),
     )
-    fingerprint = {
-        "format": 1,
-        "tokenizer": None if tokenizer is None else folders.tokenizer_hash(tokenizer),
-        "spec": atomic_io.fingerprint(spec_to_json(spec)),
-        "bad_rows": bad_rows,
-    }
-    request = WriteRequest(
-        plan=plan,
-        fingerprint=fingerprint,
-        schema=token_schema(spec),
-        allowed=AllowedChanges(overwrite=overwrite),
-        spread=engine.spread,
-    )
-    with place.begin(request) as out:
-        if out.complete:
-            assert out.record is not None
-            return out.record
+    return table_job(work, table, folder_output(output), own, engine).outcome.record
+
+
+@dataclass(kw_only=True)
+class _Preparing:
+    """The work of `prepare`; see `jobs/work.py`."""
+
+    spec: TaskSpec
+    tokenizer: Path | None
+    bad_rows: Literal["error", "drop"]
+    engine: Engine
+    source: str = ""
+    name: str = "prepare"
+    key: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def task(self) -> Any:
+        return plugins.load("tasks", self.spec.task)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.spec.columns
+
+    def fit(self, source: Table) -> pa.Schema:
+        self.source = source.source
+        check_training_columns(source.schema, self.task, self.spec, source.source, self.tokenizer)
+        return token_schema(self.spec)
+
+    def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
+            "spec": atomic_io.fingerprint(spec_to_json(self.spec)),
+            "bad_rows": self.bad_rows,
+        }
+
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
         settings = PrepareSettings(
-            tokenizer=None if tokenizer is None else str(tokenizer),
-            spec=spec,
-            bad_rows=bad_rows,
-            staging=str(out.staging),
-            parts=out.parts,
+            tokenizer=None if self.tokenizer is None else str(self.tokenizer),
+            spec=self.spec,
+            bad_rows=self.bad_rows,
+            workspace=workspace_of(out),
         )
-        parts = list(out.done)
-        items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
-        made = engine.run_chunks(
-            plugins.carried(spec.task, partial(make_token_worker, settings)),
+        return self.engine.run_chunks(
+            plugins.carried(self.spec.task, partial(make_token_worker, settings)),
             items,
             name=f"prepare {out.title}",
             label=chunk_label,
         )
-        ready = sum(part.rows for part in parts)
-        with closing(made), progress("prepare", out.plan.rows, "rows", done=ready) as advance:
-            for part in made:
-                parts.append(part)
-                advance(part.rows)
-        cut = _truncation([Path(out.parts.location, part.name) for part in parts], spec)
+
+    def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
+        parts = [*out.done, *(chunk.part for chunk in made)]
+        cut = _truncation([Path(out.parts.location, part.name) for part in parts], self.spec)
         if cut["rows"] > MAX_TRUNCATED_SHARE * max(1, cut["of_rows"]):
-            log.warning("%s: %s", source.source, describe_truncation(cut))
-        return out.commit(parts, {"tokenizer": str(tokenizer), "truncated": cut})
+            log.warning("%s: %s", self.source, describe_truncation(cut))
+        return {"tokenizer": str(self.tokenizer), "truncated": cut}
 
 
 def token_schema(spec: TaskSpec) -> pa.Schema:
@@ -161,7 +171,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
     )
 
 
-def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Part]]:
+def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[WrittenChunk]]:
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
@@ -193,14 +203,14 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
             _refuse_bad_rows(chunk, made["error"])
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
-    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
-        journal = Path(settings.staging) / "journal"
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[WrittenChunk]:
+        journal, parts = Path(settings.workspace.journal), settings.workspace.parts
         for chunk, name in items:
-            part = settings.parts.find(name, chunk.index, chunk.rows)
+            part = parts.find(name, chunk.index, chunk.rows)
             if part is None:
                 with closing(Attempt(journal, chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
-                    part = settings.parts.write(name, prepared(chunk, attempt), chunk=chunk.index)
-            yield part
+                    part = parts.write(name, prepared(chunk, attempt), chunk=chunk.index)
+            yield WrittenChunk(part=part)
 
     return worker
 

@@ -24,11 +24,11 @@ from torchlake import plugins
 from torchlake.config.options import GenerationArguments
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.display import Shown, shown
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.job import workspace_of
 from torchlake.jobs.options import refuse_unknown
+from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, checked_input, make_export, scoring_settings
@@ -204,10 +204,12 @@ def start_chunks(
     return (engine or Local()).run_chunks(
         make_worker,
         items,
-        gpus_per_process=None,
-        devices_per_process=devices,
-        memory_per_process=worker_memory(settings.model, devices),
-        threads_per_process=threads if devices == 1 else max(threads or 1, devices),
+        resources=Resources(
+            gpus=None,
+            devices=devices,
+            memory=worker_memory(settings.model, devices),
+            threads=max(threads or 1, devices),
+        ),
         name=f"predict {out.title}",
         label=chunk_label,
     )

@@ -16,7 +16,7 @@ from torchlake import plugins
 from torchlake.config.arguments import check_arguments
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
@@ -241,7 +241,7 @@ def make_export(settings: ScoringSettings, engine: Engine) -> None:
         )
     log.info("%s: exporting the model for the runtime %r; this is done once", folder, runtime)
     make_worker = plugins.carried(settings.spec.task, partial(make_preparing_worker, settings))
-    list(engine.run_chunks(make_worker, [runtime], processes=1))
+    list(engine.run_chunks(make_worker, [runtime], resources=Resources(processes=1)))
 
 
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:

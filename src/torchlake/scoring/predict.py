@@ -6,14 +6,14 @@ missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
 import platform
-import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
+
+import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.options import PredictOptions
@@ -22,19 +22,9 @@ from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.increments import (
-    Increment,
-    file_increment,
-    followed,
-    full_position,
-    increments,
-    new_files,
-    position_name,
-)
-from torchlake.jobs.job import Finished, Job, open_input, plan_input, run_job, shown_outcome
 from torchlake.jobs.options import OutputOptions
-from torchlake.outputs.find import Output, output_of
-from torchlake.outputs.staging.spool import spooled
+from torchlake.jobs.table_job import Finished, shown_outcome, table_job
+from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.frames import map_frame, predict_frame
@@ -55,7 +45,7 @@ from torchlake.scoring.worker import ScoredChunk, output_schema
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import open_table
+from torchlake.tables.table import Table
 
 
 @shown
@@ -223,58 +213,72 @@ def predict(
     output_options = replace(
         output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
     )
-    call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
-    if output_options.incremental:
-        return _predict_new(table, place, call)
-    with spooled(table, place.place) as table:
-        scored = _predict_table(table, place, call)
-    assert scored is not None, "only an increment may have nothing to read"
-    return scored
+    work = Scoring(settings=settings, spec=spec, choice=choice, engine=engine)
+    done = table_job(work, table, place, output_options, engine or Local())
+    return Scored(**done.outcome._asdict(), profile=_profile(done))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The parts of a call that apply to every row."""
+@dataclass(kw_only=True)
+class Scoring:
+    """The work of `predict`; see `jobs/work.py`. The settings are completed by what is found in the input."""
 
     settings: ScoringSettings
     spec: TaskSpec
-    engine: Engine | None
     choice: RuntimeChoice
-    options: OutputOptions
+    engine: Engine | None
+    name: str = "predict"
 
+    @property
+    def key(self) -> str | None:
+        return self.settings.key
 
-def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
-    """Score the rows that are new since the last call; first commit what an interrupted call had begun."""
-    began = time.perf_counter()
-    source = followed(table)
-    if source is None:
-        found: Iterator[Increment] = repeat(file_increment(table, output), 2)
-    else:
-        rows = open_table(source.at(source.position), columns=call.spec.input_columns)
-        settings = checked_input(call.settings, call.spec, rows.schema, rows.source)
-        make_export(settings, call.engine or Local())
-        name = position_name(source.name, fingerprint_of(settings, call.spec))
-        found = increments(source, output, name, settings.key)
-    done = []
-    for one in found:
-        with spooled(one.table, one.output.place) as stored:
-            scored = _predict_table(stored, one.output, call, one)
-        done += [] if scored is None else [scored]
-    if done:
-        total = {name: sum(getattr(one, name) for one in done) for name in ("rows_in", "rows_out", "rows_failed")}
-        return replace(done[-1], **total, seconds=time.perf_counter() - began)
-    return Scored(
-        path=output.path,
-        rows_in=0,
-        rows_out=0,
-        rows_failed=0,
-        seconds=time.perf_counter() - began,
-        rows_per_s=0.0,
-        record=output.latest_record(),
-        errors={},
-        profile={},
-        example=None,
-    )
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.settings.keep, *self.spec.input_columns)))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The versions that may change the last digits of a score."""
+        versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
+        return {**versions, "python": platform.python_version()}
+
+    def fit(self, source: Table) -> pa.Schema:
+        self.settings = checked_input(self.settings, self.spec, source.schema, source.source)
+        schema = output_schema(self.settings, self.spec, source.schema)
+        refuse_collisions(schema.names, schema.names)
+        return schema
+
+    def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        runner = self.engine or Local()
+        make_export(self.settings, runner)  # the fingerprint has the export
+        self.settings = with_ranges(self.settings, source, earlier, runner)
+        return fingerprint_of(self.settings, self.spec)
+
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+        return start_chunks(out, items, self.settings, self.spec, self.engine, self.choice.threads)
+
+    def provenance(self, out: Transaction, made: Sequence[ScoredChunk], seconds: float) -> dict[str, Any]:
+        tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
+        could = sum(chunk.rows for chunk in made)
+        ran = ", ".join(sorted({chunk.runtime for chunk in made} - {""}))
+        return {
+            "model": self.settings.model,
+            "engine": "local" if self.engine is None else type(self.engine).__name__.lower(),
+            "runtime": ran or runtime_name(self.choice.runtime),
+            "runtime_by": self.choice.why,
+            "batch_tokens": self.settings.batch_tokens,
+            "threads": self.choice.threads,
+            "gpus_per_process": self.settings.gpus_per_process,
+            **self.environment,
+            "rows_scored": sum(chunk.rows for chunk in out.pending),
+            "seconds": round(seconds, 3),
+            "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
+            "distinct": round(sum(chunk.distinct for chunk in made) / could, 4) if could else 1.0,
+            "waiting_seconds": round(sum(chunk.waited for chunk in made), 3),
+            "tokens": tokens,
+            "padding": round(1 - tokens / padded, 4) if padded else 0.0,
+            "errors": [example for chunk in made for example in chunk.examples][:20],
+        }
 
 
 def _predict_frame(
@@ -302,84 +306,6 @@ def _predict_frame(
     return map_frame(frame, engine.frame_schema(frame), settings, spec, engine)
 
 
-def _predict_table(
-    table: str | Path | Sequence[str | Path], output: Output, call: _Call, increment: Increment | None = None
-) -> Scored | None:
-    """Score a table, or an increment of one; None if it has no new file."""
-    began = time.perf_counter()
-    settings, spec, engine, options = call.settings, call.spec, call.engine, call.options
-    columns = tuple(dict.fromkeys((*settings.keep, *settings.spec.input_columns)))
-    runner = engine or Local()
-    source = open_input(table, output, columns, options, runner.spread)
-    settings = checked_input(settings, spec, source.schema, source.source)
-    schema = output_schema(settings, spec, source.schema)
-    refuse_collisions(schema.names, schema.names)
-    plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
-    make_export(settings, runner)  # the fingerprint has the export
-    settings = with_ranges(settings, source, output.earlier().fingerprint, runner)
-    fingerprint = fingerprint_of(settings, spec)
-    positions = increment.positions if increment else full_position(plan, output, fingerprint)
-    if positions is None:
-        new = new_files(plan, output, fingerprint)
-        if new is None:
-            return None
-        plan, positions = new
-    job = Job(
-        name="predict",
-        output=output,
-        source=source,
-        plan=plan,
-        schema=schema,
-        fingerprint=fingerprint,
-        key=settings.key,
-        environment=_environment(),
-        options=options,
-        spread=runner.spread,
-        positions=positions,
-        deleted_keys=increment.deleted_keys if increment else None,
-    )
-
-    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
-        return start_chunks(out, items, settings, spec, engine, call.choice.threads)
-
-    def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:
-        return _provenance(settings, engine, call.choice, made, seconds=seconds, rows=rows)
-
-    finished = run_job(job, start, provenance, began=began)
-    return Scored(**finished.outcome._asdict(), profile=_profile(finished))
-
-
-def _provenance(
-    settings: ScoringSettings,
-    engine: Engine | None,
-    choice: RuntimeChoice,
-    made: list[ScoredChunk],
-    *,
-    seconds: float,
-    rows: int,
-) -> dict[str, Any]:
-    tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
-    could = sum(chunk.rows for chunk in made)
-    return {
-        "model": settings.model,
-        "engine": "local" if engine is None else type(engine).__name__.lower(),
-        "runtime": ", ".join(sorted({chunk.runtime for chunk in made} - {""})) or runtime_name(choice.runtime),
-        "runtime_by": choice.why,
-        "batch_tokens": settings.batch_tokens,
-        "threads": choice.threads,
-        "gpus_per_process": settings.gpus_per_process,
-        **_environment(),
-        "rows_scored": rows,
-        "seconds": round(seconds, 3),
-        "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
-        "distinct": round(sum(chunk.distinct for chunk in made) / could, 4) if could else 1.0,
-        "waiting_seconds": round(sum(chunk.waited for chunk in made), 3),
-        "tokens": tokens,
-        "padding": round(1 - tokens / padded, 4) if padded else 0.0,
-        "errors": [example for chunk in made for example in chunk.examples][:20],
-    }
-
-
 def _profile(finished: Finished[ScoredChunk]) -> dict[str, float]:
     """Return the seconds of each step, in order; "other rows" includes starting child processes."""
     if not finished.seconds:
@@ -389,9 +315,3 @@ def _profile(finished: Finished[ScoredChunk]) -> dict[str, float]:
     seconds = finished.seconds
     rest = max(0.0, seconds["run"] - sum(steps.values()))
     return {"plan": seconds["plan"], **steps, "other rows": rest, "commit": seconds["commit"]}
-
-
-def _environment() -> dict[str, str]:
-    """Return the versions that may change the last digits of a score."""
-    versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
-    return {**versions, "python": platform.python_version()}

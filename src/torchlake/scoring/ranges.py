@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
 from torchlake.models import folders
 from torchlake.scoring.rows import ScoringSettings
@@ -42,7 +42,7 @@ def with_ranges(
     rows = rows.take(pa.array(evenly_spaced(len(rows), min(len(rows), SAMPLE_ROWS))))
     worker = partial(_make_worker, replace(settings, embedding="float32"))
     memory = worker_memory(settings.model)
-    (ranges,) = engine.run_chunks(worker, [rows], processes=1, memory_per_process=memory)
+    (ranges,) = engine.run_chunks(worker, [rows], resources=Resources(processes=1, memory=memory))
     if ranges is None:
         raise DataError(f"{source.source}: no row of the sample has a vector, from which the 8-bit ranges are computed")
     return replace(settings, ranges=ranges)

@@ -8,8 +8,8 @@ the table, so the second step waits for the first. Cost: 20 bytes of memory a ro
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,11 +23,11 @@ from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
-from torchlake.jobs.job import Job, open_input, plan_input, run_job
 from torchlake.jobs.options import output_options
+from torchlake.jobs.table_job import table_job
+from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.models import folders
 from torchlake.outputs.find import output_of
-from torchlake.outputs.parts import Part
 from torchlake.outputs.transaction import Transaction
 from torchlake.scoring.options import known_spec, refuse_collisions
 from torchlake.scoring.predict import Scored, predict
@@ -36,19 +36,12 @@ from torchlake.tables.arrays import from_numpy
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow, to_original_frame
+from torchlake.tables.table import Table
 
 SCORES = ".scores"
 "Added to the name of the output: the folder with the scores."
 SCORE, RANK = "score", "rank"
 WRITTEN = ("truncated", "error")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankedChunk:
-    """A chunk that was written."""
-
-    part: Part
-    examples: tuple[str, ...] = ()
 
 
 def rank(
@@ -97,9 +90,14 @@ def rank(
         raise UsageError("rank writes a Parquet folder; append its rows to a table with a query engine.")
     scores = str(output).rstrip("/") + SCORES
     scored: Scored = scoring(table, scores, key=key, columns=list(dict.fromkeys([query, *columns])))
-    return _rank_scores(
-        scored, output, [query, *columns], query=query, score=score, key=key, overwrite=bool(options.get("overwrite"))
-    )
+    # The rows were scored within the limit of errors.
+    own = output_options({"overwrite": bool(options.get("overwrite")), "max_error_rate": 1.0})
+    names = dict.fromkeys(["row_id" if key is None else key, query, *columns, score, *WRITTEN])
+    work = _Ranking(scores=str(scored.path), query=query, score=score, columns=list(names))
+    began = time.perf_counter()
+    outcome = table_job(work, work.scores, output_of(output, own.sink), own, Local()).outcome
+    outcome = outcome._replace(seconds=outcome.seconds + scored.seconds)
+    return Scored(**outcome._asdict(), profile={**scored.profile, "rank": time.perf_counter() - began})
 
 
 def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
@@ -152,73 +150,47 @@ def _rank_frame(frame: Any, scoring: Any, query: str, score: str) -> Any:
     return to_original_frame(frame, made)
 
 
-def _rank_scores(
-    scored: Scored,
-    output: str | Path,
-    columns: Sequence[str],
-    *,
-    query: str,
-    score: str,
-    key: str | None,
-    overwrite: bool,
-) -> Scored:
-    """Write the scored rows with their ranks; return the outcome of the whole job."""
-    # The rows were scored within the limit of errors.
-    began, options = time.perf_counter(), output_options({"overwrite": overwrite, "max_error_rate": 1.0})
-    place = output_of(output, options.sink)
-    names = list(dict.fromkeys(["row_id" if key is None else key, *columns, score, *WRITTEN]))
-    source = open_input(str(scored.path), place, names, options, Local().spread)
-    schema = pa.schema([source.schema.field(name) for name in names])
-    at = names.index(score)
-    schema = schema.set(at, schema.field(at).with_name(SCORE)).insert(at + 1, pa.field(RANK, pa.int32()))
-    plan = plan_input(source, place, names, options, schema=schema, key=None, engine=Local())
-    job = Job(
-        name="rank",
-        output=place,
-        source=source,
-        plan=plan,
-        schema=schema,
-        fingerprint={"format": 1, "job": "rank", "query": query, "score": score, "columns": names},
-        key=None,
-        environment={},
-        options=options,
-        spread=Local().spread,
-    )
+@dataclass(kw_only=True)
+class _Ranking:
+    """The work of numbering scored rows; see `jobs/work.py`."""
 
-    def start(out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[RankedChunk, None, None]:
-        return _write(out, items, names, query=query, score=score, schema=schema)
+    scores: str
+    "The folder with the scored rows."
+    query: str
+    score: str
+    columns: list[str]
+    name: str = "rank"
+    key: str | None = None  # checked when the rows were scored
+    environment: Mapping[str, str] = field(default_factory=dict)
 
-    def provenance(made: list[RankedChunk], rows: int, seconds: float) -> dict[str, Any]:
-        return {"scores": str(scored.path), "rows_ranked": rows, "seconds": round(seconds, 3)}
+    def fit(self, source: Table) -> pa.Schema:
+        schema = pa.schema([source.schema.field(name) for name in self.columns])
+        at = self.columns.index(self.score)
+        return schema.set(at, schema.field(at).with_name(SCORE)).insert(at + 1, pa.field(RANK, pa.int32()))
 
-    finished = run_job(job, start, provenance, began=began)
-    outcome = finished.outcome._asdict()
-    outcome["seconds"] += scored.seconds
-    return Scored(**outcome, profile={**scored.profile, "rank": time.perf_counter() - began})
+    def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        return {"format": 1, "job": "rank", "query": self.query, "score": self.score, "columns": self.columns}
 
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
+        """Rank all rows, then write the pending chunks, in this process."""
+        chunks = out.plan.chunks
+        tables = list(_read(chunks, (self.query, self.score)))
+        if not tables:
+            return
+        whole = pa.concat_tables(tables)
+        ranks = ranks_of(whole[self.query], _scores(whole[self.score]))
+        first = {chunk.index: start for chunk, start in zip(chunks, np.cumsum([0, *map(len, tables)]), strict=False)}
+        for (chunk, name), table in zip(items, _read([chunk for chunk, _ in items], tuple(self.columns)), strict=True):
+            mine = ranks[first[chunk.index] : first[chunk.index] + len(table)]
+            table = table.select(self.columns)
+            made = table.add_column(self.columns.index(self.score) + 1, RANK, from_numpy(mine, null=mine == 0))
+            yield WrittenChunk(
+                part=out.parts.write(name, made.rename_columns(out.request.schema.names), chunk=chunk.index)
+            )
 
-def _write(
-    out: Transaction,
-    items: Sequence[tuple[Chunk, str]],
-    names: Sequence[str],
-    *,
-    query: str,
-    score: str,
-    schema: pa.Schema,
-) -> Generator[RankedChunk, None, None]:
-    """Rank all rows, then write the pending chunks, in this process."""
-    chunks = out.plan.chunks
-    tables = list(_read(chunks, (query, score)))
-    if not tables:
-        return
-    whole = pa.concat_tables(tables)
-    ranks = ranks_of(whole[query], _scores(whole[score]))
-    first = {chunk.index: start for chunk, start in zip(chunks, np.cumsum([0, *map(len, tables)]), strict=False)}
-    for (chunk, name), table in zip(items, _read([chunk for chunk, _ in items], tuple(names)), strict=True):
-        mine = ranks[first[chunk.index] : first[chunk.index] + len(table)]
-        table = table.select(names)
-        made = table.add_column(names.index(score) + 1, RANK, from_numpy(mine, null=mine == 0))
-        yield RankedChunk(part=out.parts.write(name, made.rename_columns(schema.names), chunk=chunk.index))
+    def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
+        rows = sum(chunk.rows for chunk in out.pending)
+        return {"scores": self.scores, "rows_ranked": rows, "seconds": round(seconds, 3)}
 
 
 def _read(chunks: Sequence[Chunk], columns: tuple[str, ...]) -> Iterator[pa.Table]:

@@ -19,7 +19,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
@@ -33,10 +33,9 @@ LENGTH = "length"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredChunk:
-    """A worker's report on a chunk that it has written."""
+class ScoredChunk(WrittenChunk):
+    """A worker's report on a chunk that it has scored."""
 
-    part: Part
     rows: int = 0
     "The number of rows that could be scored."
     distinct: int = 0
@@ -53,8 +52,6 @@ class ScoredChunk:
     "The runtime that ran; empty for a part of an earlier attempt."
     startup: Mapping[str, float] = field(default_factory=dict)
     "Seconds of each step up to the end of the first batch of this process."
-    examples: tuple[str, ...] = ()
-    "Up to three errors, each with its file and row."
 
 
 COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")

@@ -15,7 +15,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
-from torchlake.jobs import job
+from torchlake.jobs import table_job
 from torchlake.outputs.parts import Part
 from torchlake.processes.interrupts import STOPPING, announce_interrupt
 
@@ -116,7 +116,7 @@ def test_a_scoring_prints_that_finished_chunks_are_kept(
     pq.write_table(tiny.reviews(60), table)
     with pytest.raises(KeyboardInterrupt) as stop:
         tl.predict(tiny_model, table, output, engine=Interrupting(), chunk_rows=10)
-    assert stop.value.__notes__ == [job.KEPT] == ["finished chunks are kept"]
+    assert stop.value.__notes__ == [table_job.KEPT] == ["finished chunks are kept"]
     assert f"\n{STOPPING}\n" in capfd.readouterr().err
     done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
     assert done.rows_out == 60

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 
 from pids import gone, note, pid, wait_for
+from torchlake.engines import Resources
 from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
 from torchlake.processes import chunk_process, environment, hardware, serialization
@@ -91,26 +92,26 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_each_worker_sees_its_own_gpus_and_each_rank_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
-    seen = set(Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=2))
+    seen = set(Local().run_chunks(_visible_gpus, range(8), resources=Resources(processes=2, gpus=2)))
     assert seen <= {"4,5", "6,7"}
     assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,6,5,7"
 
 
 def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), gpus_per_process=None)) == {"4"}
+    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {"4"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), gpus_per_process=None)) == {""}
+    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {""}
 
 
 def test_several_gpus_for_each_process_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    several: dict[str, Any] = {"gpus_per_process": None, "devices_per_process": 2}
+    several = Resources(gpus=None, devices=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert set(Local().run_chunks(_visible_gpus, range(4), **several)) == {"4,5"}
+    assert set(Local().run_chunks(_visible_gpus, range(4), resources=several)) == {"4,5"}
     with pytest.raises(UsageError, match="1 processes with 4 GPUs each need 4 GPUs, but 3 were found"):
-        Local().run_chunks(_visible_gpus, range(4), gpus_per_process=None, devices_per_process=4)
+        Local().run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None, devices=4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), **several)) == {""}
+    assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), resources=several)) == {""}
 
 
 def test_no_more_processes_than_memory_holds() -> None:
@@ -183,7 +184,7 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs, but 1 were found"):
         Local().launch(os.getpid, processes=2, gpus_per_process=1)
     with pytest.raises(UsageError, match="but 1 were found"):
-        Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=1)
+        Local().run_chunks(_visible_gpus, range(8), resources=Resources(processes=2, gpus=1))
 
 
 def test_the_master_port_is_held_and_rank_0_may_listen_on_it() -> None:

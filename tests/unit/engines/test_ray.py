@@ -167,6 +167,7 @@ from ray.util import placement_group_table
 import pyarrow as pa
 import ray.data
 import torchlake as tl
+from torchlake.engines import Resources
 
 ray_constants.ENABLE_RAY_CLUSTER = False
 ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
@@ -175,9 +176,9 @@ see = lambda: {name: os.environ.get(name) for name in NAMES}
 done = {"rank": tl.Ray(processes=2).launch(see, gpus_per_process=None)}
 done["bundles"] = [list(group["bundles"].values()) for group in placement_group_table().values()]
 make_worker = lambda: lambda chunks: (see() for _ in chunks)
-done["chunks"] = list(tl.Ray(processes=2).run_chunks(make_worker, [0, 1], gpus_per_process=None))
-several = {"gpus_per_process": None, "devices_per_process": 2}
-done["several"] = list(tl.Ray().run_chunks(make_worker, [0, 1], threads_per_process=2, **several))
+done["chunks"] = list(tl.Ray(processes=2).run_chunks(make_worker, [0, 1], resources=Resources(gpus=None)))
+several = Resources(gpus=None, devices=2, threads=2)
+done["several"] = list(tl.Ray().run_chunks(make_worker, [0, 1], resources=several))
 frame = ray.data.from_arrow(pa.table({"x": [1]}))
 worker = lambda: lambda table: table.append_column("saw", pa.array([json.dumps(see())]))
 done["frame"] = json.loads(tl.Ray().map_frame(frame, worker, None).take_all()[0]["saw"])

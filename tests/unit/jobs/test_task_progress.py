@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tiny
 import torchlake as tl
-from torchlake.jobs import job
+from torchlake.jobs import table_job
 from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.progress import progress
@@ -86,7 +86,7 @@ def test_predict_shows_every_batch_of_a_chunk(
 
         return forward
 
-    monkeypatch.setattr(job, "progress", watched)
+    monkeypatch.setattr(table_job, "progress", watched)
     pq.write_table(tiny.reviews(200), tmp_path / "rows.parquet")
     tl.predict(tiny_model, tmp_path / "rows.parquet", tmp_path / "out", runtime=load, engine=tiny.Here())
     assert len(seen) > 3

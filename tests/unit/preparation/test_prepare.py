@@ -15,6 +15,7 @@ import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake.errors import DataError
+from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import load
 from torchlake.outputs.parts import PartFolder
 from torchlake.preparation.prepare import PrepareSettings, make_token_worker, prepare
@@ -79,13 +80,14 @@ def test_rows_that_are_tokenized_alone_make_the_same_bytes(
     columns = list(spec.columns)
     (chunk,) = plan_chunks(open_table(tmp_path / "in.parquet", columns=columns), columns=columns).chunks
     parts = PartFolder(location=str(tmp_path / "table"))
-    settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path), parts=parts)
+    workspace = Workspace(journal=str(tmp_path / "journal"), parts=parts)
+    settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", workspace=workspace)
     (tmp_path / "table").mkdir()
     (tmp_path / "journal").mkdir()
     (whole,) = make_token_worker(settings)(iter([(chunk, "whole")]))
     reading_crashes.leave_dead(tmp_path / "journal", chunk.index, ["tokenize", None])
     (alone,) = make_token_worker(settings)(iter([(chunk, "alone")]))
-    assert (alone.rows, alone.failed, alone.sha256) == (20, 1, whole.sha256)
+    assert (alone.part.rows, alone.part.failed, alone.part.sha256) == (20, 1, whole.part.sha256)
     assert list((tmp_path / "journal").iterdir()) == []
     known = {"read": [], "tokenize": list(range(20)), "score": []}
     reading_crashes.leave_dead(tmp_path / "journal", chunk.index, ["tokenize", [7]], suspects=known)

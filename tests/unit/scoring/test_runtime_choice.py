@@ -74,7 +74,7 @@ def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> No
 def test_threads_of_the_choice_reach_the_engine(model: Path, tmp_path: Path) -> None:
     class Asked(tiny.Here):
         def run_chunks(self, make_worker, chunks, **options):
-            seen.append(options["threads_per_process"])
+            seen.append(options["resources"].threads)
             return super().run_chunks(make_worker, chunks)
 
     seen: list[int | None] = []

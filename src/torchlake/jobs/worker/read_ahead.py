@@ -32,6 +32,15 @@ class Workspace:
     parts: PartFolder
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrittenChunk:
+    """A worker's report about a chunk."""
+
+    part: Part
+    examples: tuple[str, ...] = ()
+    "Up to three errors, each with file and row."
+
+
 def reading_ahead(
     workspace: Workspace,
     limit_s: float,
