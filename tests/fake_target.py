@@ -150,6 +150,9 @@ class FakeTarget:
         folder = f"{_folder(record['commit'])}/"
         return {path.removeprefix(folder) for path in snapshot.files if path.startswith(folder)}
 
+    def lost(self, snapshot: Version, commit: str) -> bool:
+        return False
+
     def live_files(self, snapshot: Version) -> list[LiveFile]:
         return [LiveFile(path=path, file=f"{self.root}/{path}", bytes=1) for path in snapshot.files]
 

@@ -1,12 +1,16 @@
 """Incremental jobs: only the rows that are new since the last call are read, and added exactly once.
 
-The output itself stores how far a table was read, in the commit that adds the rows: as a transaction in a Delta log, or
-a property of an Iceberg table. So two jobs that read the same versions cannot both commit. If versions only add files,
-these files are read. If rows were changed or deleted, a change data feed and a key are needed: the rows of changed keys
-are scored again and replaced, those of deleted keys are removed. Loose files have no versions: the files that no
-earlier job on this output has read are new.
+An increment leaves the output as a full rescore would, or it is refused. The output itself stores how far a table was
+read, in the commit that adds the rows: as a transaction in a Delta log, or a property of an Iceberg table. So two jobs
+that read the same versions cannot both commit. A position belongs to one table (by its id, not its name), one selection
+of rows and one set of settings: rows of the same table that were scored in another way are not added to.
+
+If versions only add files, these files are read. If rows were changed or deleted, a change data feed and a key are
+needed: the rows of all changed keys are removed, and those that are still there are scored again. Loose files have no
+versions: the files that no earlier job on this output has read are new.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -16,14 +20,20 @@ import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import FingerprintError, TableError, UsageError
+from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.work import Work
 from torchlake.outputs.find import Output, output_of
 from torchlake.outputs.records import commits_of, position_of, read_record
 from torchlake.outputs.target import Target
-from torchlake.tables.plan import Plan, plan_from_json
+from torchlake.storage.urls import is_url
+from torchlake.tables.plan import InputFile, Plan, plan_from_json
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import Followed
 from torchlake.tables.table import open_table
+
+AGAIN = "Score everything again: once without incremental, with mode overwrite."
+FILTERS = frozenset({"where", "csv"})
+"Options of reading that give the same rows of a file each time, unlike a sample or a limit of the whole table."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +47,45 @@ class Increment:
     deleted_keys: pa.Array | None = None
 
 
-def new_rows(work: Work[Any], table: Any, output: Output) -> Iterator[Increment]:
+def new_rows(work: Work[Any], table: Any, output: Output, options: OutputOptions) -> Iterator[Increment]:
     """Yield the increments that the last call has not committed; take each one after the commit of the one before.
 
+    The first one is what an interrupted call had begun. Yields nothing when nothing is new.
+
     Raises UsageError for a table or an output that cannot be followed, TableError for rows that were changed in a way
-    that cannot be.
+    that cannot be, FingerprintError for an output that has rows of this table from a job with other settings.
     """
-    source = followed(table)
+    target, source = _table_of(output), followed(table)
     if source is None:
+        added = _in_mode(output, "append") if commits_of(target, target.snapshot()) else output
         # The first time an interrupted write is finished, the second time finds the files that came since.
-        yield from repeat(file_increment(table, output), 2)
+        yield from repeat(Increment(table=table, output=added, positions=None), 2)
         return
-    rows = open_table(source.at(source.position), columns=work.columns)
+    rows = open_table(source.at(source.position), columns=work.columns, options=options.read)
     work.fit(rows)
-    name = position_name(source.name, work.fingerprint(rows, output.earlier().fingerprint))
-    yield from increments(source, output, name, work.key)
-
-
-def only_new(
-    plan: Plan, output: Output, settings: Mapping[str, Any], increment: Increment | None
-) -> tuple[Plan, Mapping[str, int]] | None:
-    """Return the plan of the rows to read, and the positions to store with them; None if no file is new."""
-    if increment is None:
-        return plan, full_position(plan, output, settings)
-    if increment.positions is None:
-        return new_files(plan, output, settings)
-    return plan, increment.positions
+    settings = work.fingerprint(rows, output.earlier().fingerprint)
+    name = position_name([source.name, source.id], settings, options.read.asked)
+    begun = output.earlier().positions.get(name)
+    # An interrupted write ends at the version that was current when it began. It is finished first, with its own end:
+    # its stored plan and its parts belong to exactly these files, and another end would discard all of them.
+    for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):
+        if position < 0:
+            continue
+        # Read again for each increment, because the caller has committed the one before by now. A killed call may also
+        # have committed after it stored the plan: then there is nothing left to add.
+        snapshot = target.snapshot()
+        reached = position_of(target, snapshot, name)
+        if reached is None:
+            reached = _reached_by_others(target, snapshot, source, settings, options.read.asked)
+        if reached is None:
+            yield Increment(table=source.at(position), output=output, positions={name: position})
+        elif reached > source.position:
+            raise TableError(
+                f"{source.name}: {target.shown} has its rows up to version {reached}, but the table ends at "
+                f"{source.position}: an older copy was put in its place. {AGAIN}"
+            )
+        elif reached < position:
+            yield _since(source, reached, position, output, work.key, {name: position})
 
 
 def followed(table: Any) -> Followed | None:
@@ -81,32 +104,24 @@ def followed(table: Any) -> Followed | None:
     return found
 
 
-def increments(source: Followed, output: Output, name: str, key: str | None) -> Iterator[Increment]:
-    """Yield the increments to read in order: first one that an interrupted call had begun, then what is new since.
+def position_name(source: Any, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return the name of a job's position in a source: the same for the same settings and selection of rows.
 
-    `name` identifies the job and the table; `key` is the output's. Yields nothing when nothing is new. Raises
-    TableError when rows were changed in a way that cannot be followed.
+    The `ranges` of 8-bit vectors do not count: they are taken from the first rows, and kept.
     """
-    target = _table_of(output)
-    begun = output.earlier().positions.get(name)
-    # An interrupted write ends at the version that was current when it began. It is finished first, with its own end:
-    # its stored plan and its parts belong to exactly these files, and another end would discard all of them.
-    for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):
-        if position < 0:
-            continue
-        reached = position_of(target, target.snapshot(), name)
-        # Read again for each increment, because the caller has committed the one before by now. A killed call may also
-        # have committed after it stored the plan: then there is nothing left to add.
-        if reached is not None and reached >= position:
-            continue
-        positions = {name: position}
-        if reached is None:
-            yield Increment(table=source.at(position), output=output, positions=positions)
-        elif not source.has_changed(reached, position):
-            added = _in_mode(output, "append")
-            yield Increment(table=source.added(reached, position), output=added, positions=positions)
-        else:
-            yield _by_key(source, reached, position, output, key, positions)
+    chosen = {name: value for name, value in settings.items() if name != "ranges"}
+    return f"torchlake-{fingerprint([source, chosen, *([dict(asked)] if asked else [])])[:32]}"
+
+
+def only_new(
+    plan: Plan, output: Output, settings: Mapping[str, Any], increment: Increment | None
+) -> tuple[Plan, Mapping[str, int]] | None:
+    """Return the plan of the rows to read, and the positions to store with them; None if no file is new."""
+    if increment is None:
+        return plan, _full_position(plan, output, settings)
+    if increment.positions is None:
+        return _new_files(plan, output, settings)
+    return plan, increment.positions
 
 
 def _table_of(output: Output) -> Target:
@@ -119,10 +134,17 @@ def _table_of(output: Output) -> Target:
     return target
 
 
-def _by_key(
+def _in_mode(output: Output, mode: Any) -> Output:
+    return output_of(output.text, replace(output.target.options, mode=mode))
+
+
+def _since(
     source: Followed, reached: int, position: int, output: Output, key: str | None, positions: Mapping[str, int]
 ) -> Increment:
+    """Return what happened between two positions."""
     why = source.has_changed(reached, position)
+    if not why:
+        return Increment(table=source.added(reached, position), output=_in_mode(output, "append"), positions=positions)
     changed = None if key is None else source.changed_rows(reached, position, key)
     if changed is None:
         raise TableError(
@@ -133,57 +155,94 @@ def _by_key(
         table=changed.rows,
         output=_in_mode(output, "replace-where"),
         positions=positions,
-        deleted_keys=changed.deleted,
+        deleted_keys=changed.keys,
     )
 
 
-def _in_mode(output: Output, mode: Any) -> Output:
-    return output_of(output.text, replace(output.target.options, mode=mode))
+def _reached_by_others(
+    target: Target, snapshot: Any, source: Followed, settings: Mapping[str, Any], asked: Mapping[str, Any]
+) -> int | None:
+    """Return how far an earlier version of torchlake has read the source; None if the output has no rows of it.
+
+    Raises FingerprintError if another job has scored some: to add all rows would write those a second time.
+    """
+    reached = None
+    for record in _records(target, snapshot):
+        read = [one for one in record.get("sources", ()) if source.name == one["table"] or source.id == one.get("id")]
+        if not read:
+            continue
+        different = _different(record, settings, asked)
+        if read[0].get("id") not in (None, source.id):
+            different = ["the table was dropped and made again"]
+        elif read[0]["table"] != source.name:
+            different = [f"table: {read[0]['table']} -> {source.name}"]
+        reached = None if different else position_of(target, snapshot, position_name(source.name, settings, {}))
+        if reached is None:
+            raise FingerprintError(
+                f"{target.shown}: has rows of {source.name} that another job has scored:\n  "
+                + "\n  ".join(different or ["how far it was read is not recorded"])
+                + f"\n{AGAIN}"
+            )
+    return reached
 
 
-def position_name(table: str, settings: Mapping[str, Any]) -> str:
-    """Return the name of a job's position in a table: the same for the same settings, apart from `ranges` it found."""
-    chosen = {name: value for name, value in settings.items() if name != "ranges"}
-    return f"torchlake-{fingerprint([table, chosen])[:32]}"
+def _different(record: Mapping[str, Any], settings: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Return the differences between the job of a record and one with these settings, a line each."""
+    before = {**record["fingerprint"], **{name: record.get("selection", {}).get(name) for name in FILTERS}}
+    after = {**settings, **{name: asked.get(name) for name in FILTERS}}
+    pairs = [(name, before.get(name), after.get(name)) for name in dict.fromkeys([*before, *after]) if name != "ranges"]
+    return [f"{name}: {old!r} -> {new!r}" for name, old, new in pairs if old != new]
 
 
-def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
+def _records(target: Target, snapshot: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of the commits whose rows the target has."""
+    for commit in commits_of(target, snapshot):
+        record = read_record(target, commit)
+        if record is not None:
+            yield record
+
+
+def _full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the position that a job on a whole table stores, so that a later one can be incremental; else empty."""
     if output.target.reusable or output.target.options.mode not in ("create", "overwrite"):
         return {}
-    if len(plan.sources) != 1 or plan.selection or plan.sources[0].get("kind") != "delta" or "since" in plan.sources[0]:
+    if len(plan.sources) != 1 or plan.asked.keys() - FILTERS or "since" in plan.sources[0]:
         return {}
-    return {position_name(plan.sources[0]["table"], settings): int(plan.sources[0]["version"])}
+    (one,) = plan.sources
+    if one.get("position") is None or one.get("id") is None:
+        return {}
+    return {position_name([one["table"], one["id"]], settings, plan.asked): int(one["position"])}
 
 
-def file_increment(table: Any, output: Output) -> Increment:
-    """Return the files of a folder that are new to an output. Raises UsageError if the output cannot be added to."""
-    target = _table_of(output)
-    added = bool(commits_of(target, target.snapshot()))
-    return Increment(table=table, output=_in_mode(output, "append") if added else output, positions=None)
-
-
-def new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[Plan, dict[str, int]] | None:
+def _new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[Plan, dict[str, int]] | None:
     """Return the plan of the files that no job with these settings has added to the output; None if there are none.
 
     Also returns the position of the commit, which is the number of such commits. The files of an interrupted job come
-    first. Raises FingerprintError for a file whose content has changed since it was read.
+    first. Raises FingerprintError for rows in the output that a full rescore would not have: those of a file that has
+    changed or is gone, and those that were scored with other settings.
     """
-    target, name = _table_of(output), position_name("files", settings)
+    target, name = _table_of(output), position_name("files", settings, plan.asked)
     snapshot = target.snapshot()
-    seen: dict[str, str] = {}
-    for commit in commits_of(target, snapshot):
-        record = read_record(target, commit)
-        stored = read_record(target, commit, plan=True) if record and record["fingerprint"] == settings else None
-        if stored is not None:
-            seen |= plan_from_json(stored).content_of
-    changed = [one.path for one in plan.inputs if one.name in seen and seen[one.name] != one.content]
-    if changed:
-        raise FingerprintError(
-            f"{changed[0]}: has changed since its rows were added to {target.shown}. Score everything again (mode "
-            "overwrite), or give changed rows as a new file with mode replace-where."
-        )
-    names = {one.name for one in plan.inputs if one.name not in seen}
+    seen: dict[str, InputFile] = {}
+    for record in _records(target, snapshot):
+        stored = read_record(target, record["commit"], plan=True)
+        if stored is None or record.get("sources"):
+            continue
+        files = {one.name: one for one in plan_from_json(stored).inputs}
+        different = _different(record, settings, plan.asked)
+        if different and files.keys() & {one.name for one in plan.inputs}:
+            raise FingerprintError(
+                f"{target.shown}: has rows of these files that another job has scored:\n  "
+                + "\n  ".join(different)
+                + f"\n{AGAIN}"
+            )
+        seen |= {} if different else files
+    now = {one.name: one for one in plan.inputs}
+    for one in seen.values():
+        problem = _problem(one, now.get(one.name))
+        if problem:
+            raise FingerprintError(f"{target.shown}: {problem} {AGAIN}")
+    names = now.keys() - seen.keys()
     earlier = output.earlier()
     if name in earlier.positions:
         names = names & {one.name for one in earlier.inputs} or names
@@ -195,3 +254,15 @@ def new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[
     reached = position_of(target, snapshot, name)
     only = replace(plan, inputs=inputs, chunks=numbered, rows=sum(one.rows for one in inputs))
     return only, {name: (reached or 0) + 1}
+
+
+def _problem(before: InputFile, now: InputFile | None) -> str:
+    """Return why the rows of a file in the output are not those of the input now; empty if they are."""
+    if now is None:
+        return f"{before.path}: is gone, but its rows are still in the output."
+    if now.content != before.content:
+        return f"{now.path}: has changed since its rows were added."
+    # A folder that was moved has the same files at other paths; two folders have two files.
+    if now.path != before.path and (is_url(before.path) or os.path.exists(before.path)):
+        return f"{now.path}: is another file than {before.path}, which has the same name and whose rows were added."
+    return ""

@@ -87,7 +87,8 @@ def table_job(work: Work[R], table: Any, output: Output, options: OutputOptions,
         assert done is not None, "only an increment may have nothing to read"
         return done
     finished = []
-    for one in new_rows(work, table, output):  # lazy: each increment is found after the commit of the one before
+    # Lazy: each increment is looked for after the commit of the one before.
+    for one in new_rows(work, table, output, options):
         with spooled(one.table, one.output.place) as stored:
             done = _commit_rows(work, stored, one.output, options, engine, one)
         finished += [] if done is None else [done]

@@ -23,7 +23,7 @@ from torchlake.outputs.compatibility import (
     refuse_differences,
 )
 from torchlake.outputs.kept import check_free_space, damage, keep_sound_parts
-from torchlake.outputs.records import last_job, read_record
+from torchlake.outputs.records import last_job, read_record, stored_commits
 from torchlake.outputs.staging.state import JobState, state_of
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
@@ -190,9 +190,13 @@ def _finished(found: _Found) -> dict[str, Any] | None:
     # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
     # that are added have one id per job, which is found even if other commits came after it.
     names = [commit_id(job)] if mode != "overwrite" else []
+    if _is_lost(found, names):  # written again later, with another id
+        names = stored_commits(target.root)
     for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
         record = read_record(target, name) if target.has(snapshot, name) else None
         if record is None or record["plan"] != job.plan.id or record["fingerprint"] != job.fingerprint:
+            continue
+        if _is_lost(found, [name]):
             continue
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
         # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
@@ -200,6 +204,13 @@ def _finished(found: _Found) -> dict[str, Any] | None:
         if mode != "overwrite" or target.has(snapshot, name, record):
             return record
     return None
+
+
+def _is_lost(found: _Found, names: Sequence[str]) -> bool:
+    """Return whether one of these commits was made, and all of its rows are gone from the table."""
+    table = as_table(found.target)
+    made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
+    return any(table.lost(found.snapshot, name) for name in made) if table is not None else False
 
 
 def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
@@ -278,8 +289,10 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     if earlier is not None and not differences(earlier, job):
         job = continued(earlier, job)
     # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
-    # append of the same rows must never be a new commit, so its id depends on the job alone.
-    basis = snapshot.version if target.options.mode == "overwrite" or target.reusable else ""
+    # append of the same rows must never be a new commit, so its id depends on the job alone, unless all rows of that
+    # commit are gone: the target would not commit its id again.
+    again = target.options.mode == "overwrite" or target.reusable or _is_lost(found, [commit_id(job)])
+    basis = snapshot.version if again else ""
     name = name or commit_id(job, basis)
     return _transaction(found, state, job, name, discarded=tuple(one for one in discarded if one != name))
 

@@ -73,21 +73,40 @@ def last_job(target: Target, snapshot: Snapshot) -> JobSpec | None:
 
 
 def commits_of(target: Target, snapshot: Snapshot) -> list[str]:
-    """Return the ids of the commits that were made and whose records are kept; a folder has one at most."""
+    """Return the ids of the commits whose records are kept and whose rows the target has; a folder has one at most."""
     table = as_table(target)
     if table is not None:
-        return table.commits(snapshot)
+        return [one for one in table.commits(snapshot) if not table.lost(snapshot, one)]
     return [] if snapshot.latest is None else [snapshot.latest]
 
 
 def position_of(target: Target, snapshot: Snapshot, name: str) -> int | None:
-    """Return how far a source was read for the rows of a target; None if it never was."""
+    """Return how far a source was read for the rows that a target has; None if it was not."""
     table = as_table(target)
     if table is not None:
-        return table.position(snapshot, name)
+        stored = table.position(snapshot, name)
+        return None if stored is None else _position_of_rows(target, snapshot, name, stored)
     record = None if snapshot.latest is None else read_record(target, snapshot.latest)
     found: int | None = (record or {}).get("positions", {}).get(name)
     return found
+
+
+def _position_of_rows(target: Target, snapshot: Snapshot, name: str, stored: int) -> int | None:
+    """Return the highest position of a commit whose rows are still there, at most the `stored` one.
+
+    Mostly the newest commit has it, so that one record is read. If no record has the name, they were deleted, and the
+    table's own number is all that is known.
+    """
+    table, found = as_table(target), list[int]()
+    assert table is not None, "only a table has rows of several commits"
+    for commit in dict.fromkeys([*([snapshot.latest] if snapshot.latest else []), *stored_commits(target.root)]):
+        position = ((read_record(target, commit) or {}).get("positions") or {}).get(name)
+        if position is None or not target.has(snapshot, commit):
+            continue
+        found.append(-1 if table.lost(snapshot, commit) else position)
+        if position == found[-1] == stored:
+            break
+    return (max(found) if max(found) >= 0 else None) if found else stored
 
 
 def parts_of(target: Target, record: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ one read and write of the files that have replaced rows; memory for the replaced
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,13 +32,11 @@ class LiveFile:
     partition: tuple[tuple[str, str | None], ...] = ()
 
 
-def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> pa.ChunkedArray:
-    """Return the key column of parts."""
-    columns = []
+def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> Iterator[pa.Array]:
+    """Yield the values of the key column of parts."""
     for part in parts:
         with open_parquet(f"{folder.location}/{part.name}") as parquet:
-            columns += parquet.read(columns=[key])[key].chunks
-    return pa.chunked_array(columns) if columns else pa.chunked_array([], pa.null())
+            yield from parquet.read(columns=[key])[key].chunks
 
 
 def without_keys(

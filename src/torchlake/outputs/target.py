@@ -134,10 +134,17 @@ class Table(Protocol):
         """Create what must exist before the first part is written; `check` has passed."""
 
     def commits(self, snapshot: Any) -> list[str]:
-        """Return the ids of the commits that were made and whose records are kept."""
+        """Return the ids of the commits that were made and whose records are kept, also of those that are `lost`."""
+
+    def lost(self, snapshot: Any, commit: str) -> bool:
+        """Return whether it is certain that no row of a commit that was made is in the table any more.
+
+        Other programs roll a table back, replace or delete its rows. If they may have rewritten the rows, for example
+        by a compaction, this is not certain.
+        """
 
     def position(self, snapshot: Any, name: str) -> int | None:
-        """Return how far a source was read; None if it never was."""
+        """Return how far a source was read, by the commits that were made, also by those that are `lost`."""
 
     def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
         """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""

@@ -232,10 +232,10 @@ class Transaction:
             return change
         assert key is not None, "replace-where has a key"
         assert table is not None, "only a table is opened with this mode"
-        values = keys_in(self.parts, change.files, key)
-        chunks = [*values.chunks, *([deleted.cast(values.type)] if deleted is not None else [])]
+        kind = self.request.schema.field(key).type
+        keys = [*keys_in(self.parts, change.files, key), *([deleted] if deleted is not None else [])]
         live = table.live_files(snapshot)
-        merged = pa.chunked_array(chunks, values.type).combine_chunks()
+        merged = pa.chunked_array([one.cast(kind) for one in keys], kind).combine_chunks()
         removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
         return replace(change, removed=removed, kept=kept)
 

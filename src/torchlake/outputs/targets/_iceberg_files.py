@@ -132,6 +132,27 @@ def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
     return table.current_snapshot() is None
 
 
+def were_deleted(table: Any, made: set[int]) -> bool:
+    """Return whether the rows of files that the table no longer lists went with them.
+
+    `made` are the snapshots that added the files. An overwrite or a compaction after them may have written the rows
+    again, unless it left no row at all.
+    """
+    from pyiceberg.table.snapshots import ancestors_of
+
+    for one in ancestors_of(table.current_snapshot(), table.metadata):
+        if one.snapshot_id in made:
+            return True
+        summary = one.summary
+        if summary is None:
+            return False
+        if summary.additional_properties.get("total-records") == "0":
+            return True
+        if summary.operation.value not in ("append", "delete"):
+            return False
+    return False
+
+
 def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
     """Return the files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
     kinds = schema_to_arrow(table)

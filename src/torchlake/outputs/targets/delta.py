@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -19,9 +19,10 @@ import pyarrow as pa
 from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
-from torchlake.outputs.records import stored_commits
+from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, Target
+from torchlake.outputs.targets._delta_history import is_lost
 from torchlake.outputs.targets._schemas import check_fit, delta_schema
 from torchlake.storage.errors import storage_failure
 from torchlake.storage.objects import RETRIES, RETRY_S
@@ -132,11 +133,28 @@ class DeltaTarget:
             check_fit(self.shown, schema, pa.schema(table.schema().to_arrow()), add_columns=self.options.add_columns)
 
     def has(self, snapshot: DeltaSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
-        """Return whether the log has the transaction of this commit and, with its record, lists no other files."""
+        """Return whether the log has the transaction of this commit and, with its record, lists just its files."""
         if snapshot.table is None or snapshot.table.transaction_version(f"{APP}-{commit}") is None:
             return False
-        files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]} if record is not None else None
-        return files is None or files == set(_paths(snapshot.table))
+        if record is None:
+            return True
+        files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]}
+        return files == set(_paths(snapshot.table)) and not _has_deleted_rows(snapshot.table)
+
+    def lost(self, snapshot: DeltaSnapshot, commit: str) -> bool:
+        """Return whether it is certain that no row of a commit that was made is in the table any more."""
+        record = read_record(cast(Target, self), commit)
+        if record is None or not record["parts"] or self.live(snapshot, record):
+            return False
+        history = snapshot.table.history()
+        made = next((int(one["version"]) for one in history if one.get(KEPT_COMMITS) == commit), None)
+        return made is not None and is_lost(history, made, self._adds_only)
+
+    def _adds_only(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether an entry of the log that adds rows did nothing else; replace-where rewrites other rows."""
+        commit = entry.get(KEPT_COMMITS)
+        record = None if commit is None else read_record(cast(Target, self), str(commit))
+        return commit is None or (record is not None and record.get("mode") in ("create", "append"))
 
     def commits(self, snapshot: DeltaSnapshot) -> list[str]:
         """Return the commits whose records are kept."""
@@ -152,9 +170,7 @@ class DeltaTarget:
         """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""
         if snapshot.table is None or not snapshot.table.file_uris():
             return []
-        if "deletionVectors" in (snapshot.table.protocol().reader_features or ()) and len(
-            pa.table(snapshot.table.deletion_vectors())
-        ):
+        if _has_deleted_rows(snapshot.table):
             raise OutputError(
                 f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
@@ -340,6 +356,12 @@ def _removed(change: Change) -> Sequence[Any]:
 
     now = int(time.time() * 1000)
     return [RemoveAction(path, True, now) for path in change.removed]
+
+
+def _has_deleted_rows(table: Any) -> bool:
+    """Return whether files of a table have deletion vectors."""
+    marked = "deletionVectors" in (table.protocol().reader_features or ())
+    return marked and len(pa.table(table.deletion_vectors())) > 0
 
 
 def _paths(table: Any) -> Sequence[str]:

@@ -12,7 +12,7 @@ belong, and every part has the table's field ids. Missing columns are added at t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -20,9 +20,9 @@ from torchlake import atomic_io
 from torchlake.errors import OutputError, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.records import FOLDER, stored_commits
+from torchlake.outputs.records import FOLDER, read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, Target
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
     Attempt,
@@ -164,21 +164,29 @@ class IcebergTarget:
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
-        """Return whether the table or an object beside it names the commit, and no rollback removed its snapshot.
+        """Return whether the table or an object beside it names the commit.
 
-        With its record: whether the table also has no other files, and no deleted rows.
+        With its record: whether the table also has just its files, and no deleted rows.
         """
         table = snapshot.table
         if table is None:
             return False
         if table.properties.get(COMMIT) != commit and folder_at(_root(table)).content(_mark(table, commit)) is None:
             return False
-        if files.was_rolled_back(table, [one for one in table.snapshots() if _commit_of(one) == commit]):
-            return False
         if record is None:
             return True
         folder, paths = _data_folder(table, commit), {one.file_path for one in files.live_files(table)}
         return paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(table)
+
+    def lost(self, snapshot: IcebergSnapshot, commit: str) -> bool:
+        """Return whether it is certain that no row of a commit that was made is in the table any more."""
+        made = [one for one in snapshot.table.snapshots() if _commit_of(one) == commit]
+        if files.was_rolled_back(snapshot.table, made):
+            return True
+        record = read_record(cast(Target, self), commit)
+        if record is None or not record["parts"] or not made or self.live(snapshot, record):
+            return False
+        return files.were_deleted(snapshot.table, {one.snapshot_id for one in made})
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
         """Return the commits whose records are kept."""

@@ -83,6 +83,7 @@ def changed_rows(delta_table: Any, since: int, version: int, key: str) -> Change
     feed = feed.cast(pa.schema([field.with_type(views.get(field.type, field.type)) for field in feed.schema]))
     if key not in feed.column_names:
         raise TableError(f"{delta_table.table_uri}: has no column {key!r}. Give a column of the table as the key.")
+    keys = feed[key].combine_chunks().unique()
     feed = feed.filter(pc.not_equal(feed["_change_type"], "update_preimage"))
     present = pc.not_equal(feed["_change_type"], "delete")
     order = pa.table({"version": feed["_commit_version"], "present": present.cast(pa.int8())})
@@ -90,7 +91,6 @@ def changed_rows(delta_table: Any, since: int, version: int, key: str) -> Change
     places = pa.table({"key": feed[key], "place": pa.array(range(len(feed)), pa.int64())})
     last = places.group_by("key").aggregate([("place", "max")])["place_max"].combine_chunks()
     feed = feed.take(last.take(pc.sort_indices(last)))
-    gone = pc.equal(feed["_change_type"], "delete")
-    rows = feed.filter(pc.invert(gone))
+    rows = feed.filter(pc.not_equal(feed["_change_type"], "delete"))
     own = [name for name in rows.column_names if name not in ("_change_type", "_commit_version", "_commit_timestamp")]
-    return ChangedRows(rows.select(own), feed.filter(gone)[key].combine_chunks())
+    return ChangedRows(rows.select(own), keys)

@@ -65,7 +65,8 @@ class SourceTable:
     files: tuple[SourceFile, ...]
     "The files, in the order of the rows."
     identity: Mapping[str, Any] = field(default_factory=dict)
-    "Kind, table and version, for records; empty for loose files, each of which is recorded."
+    """Kind, table, its own id, version, and the position of that version (`Followed`); for records. Empty for loose
+    files, each of which is recorded."""
     schema: pa.Schema | None = None
     "The table's columns; a column that a file lacks is null there. None: every file has the columns of the first one."
     partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
@@ -82,8 +83,8 @@ class ChangedRows(NamedTuple):
 
     rows: pa.Table
     "Inserted and updated rows, each once, as they are at the last version."
-    deleted: pa.Array
-    "Keys whose rows were deleted."
+    keys: pa.Array
+    "All keys whose rows were inserted, updated or deleted, or that a row had before it got another one."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ class Followed:
 
     name: str
     "The table's name, the same at every version."
+    id: str
+    "The table's own id: another one if the table was dropped and made again under its name."
     position: int
     "The position of the current version; below 0 for a table without versions."
     at: Callable[[int], str]

@@ -91,7 +91,7 @@ def open_source(source: str | Path) -> SourceTable:
     order = sorted(range(len(files)), key=lambda place: files[place].name)
     return SourceTable(
         files=tuple(files[place] for place in order),
-        identity={"kind": "delta", "table": found.table, "version": version},
+        identity=_identity(found, table),
         schema=schema,
         partitions=partitions,
         bounds=_bounds(actions.take(pa.array(order)), logical) if files else {},
@@ -119,10 +119,21 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
         files.append(SourceFile(name=path, file=file, size=action["size"], view=View(constants=constants, names=names)))
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "delta", "table": found.table, "version": version, "since": found.since},
+        identity=_identity(found, table) | {"since": found.since},
         schema=schema,
         partitions=pa.schema([schema.field(name) for name in table.metadata().partition_columns]),
     )
+
+
+def _identity(found: DeltaPath, table: Any) -> dict[str, Any]:
+    version = table.version()
+    return {
+        "kind": "delta",
+        "table": found.table,
+        "id": str(table.metadata().id),
+        "version": version,
+        "position": version,
+    }
 
 
 def follow(source: str | Path) -> Followed | None:
@@ -141,6 +152,7 @@ def follow(source: str | Path) -> Followed | None:
 
     return Followed(
         name=found.table,
+        id=str(table.metadata().id),
         position=int(table.version()),
         at=lambda version: f"{found.table}@v{version}",
         added=lambda since, version: f"{found.table}@v{since}..v{version}",

@@ -87,10 +87,22 @@ def open_source(source: str | Path) -> SourceTable:
         )
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "iceberg", "table": parsed.shown, "version": number},
+        identity=_identity(parsed, table, snapshot),
         schema=columns.schema,
         view=columns.view,
     )
+
+
+def _identity(parsed: TableName, table: Any, snapshot: Any) -> dict[str, Any]:
+    version, position = (None, None) if snapshot is None else (int(snapshot.snapshot_id), snapshot.sequence_number)
+    return {
+        "kind": "iceberg",
+        "table": parsed.shown,
+        "id": str(table.metadata.table_uuid),
+        "version": version,
+        # Snapshots of format version 1 have no sequence numbers, so a table of that version cannot be followed.
+        "position": position if table.metadata.format_version > 1 else None,
+    }
 
 
 def follow(source: str | Path) -> Followed | None:
@@ -117,6 +129,7 @@ def follow(source: str | Path) -> Followed | None:
 
     return Followed(
         name=parsed.shown,
+        id=str(table.metadata.table_uuid),
         position=-1 if newest is None else int(newest.sequence_number),
         at=lambda position: parsed.name if position < 0 else f"{parsed.name}@{snapshot(position)}",
         added=lambda since, position: f"{parsed.name}@{snapshot(since)}..{snapshot(position)}",
@@ -179,7 +192,7 @@ def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
         files.append(SourceFile(name=name, file=file, size=one.file_size_in_bytes, rows=one.record_count, view=view))
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "iceberg", "table": parsed.shown, "version": snapshot, "since": since},
+        identity=_identity(parsed, table, table.metadata.snapshot_by_id(snapshot)) | {"since": since},
         schema=columns.schema,
         view=columns.view,
     )
