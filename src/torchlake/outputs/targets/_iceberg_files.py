@@ -5,7 +5,7 @@ does not depend on the storage of the parts. pyiceberg's `add_files` opens each 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime
 from decimal import Context, Decimal
 from typing import Any
@@ -132,11 +132,11 @@ def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
     return table.current_snapshot() is None
 
 
-def were_deleted(table: Any, made: set[int]) -> bool:
+def were_deleted(table: Any, made: set[int], replaced_all: Callable[[Any], bool]) -> bool:
     """Return whether the rows of files that the table no longer lists went with them.
 
     `made` are the snapshots that added the files. An overwrite or a compaction after them may have written the rows
-    again, unless it left no row at all.
+    again, unless it left no row at all or `replaced_all` says so.
     """
     from pyiceberg.table.snapshots import ancestors_of
 
@@ -146,7 +146,7 @@ def were_deleted(table: Any, made: set[int]) -> bool:
         summary = one.summary
         if summary is None:
             return False
-        if summary.additional_properties.get("total-records") == "0":
+        if summary.additional_properties.get("total-records") == "0" or replaced_all(one):
             return True
         if summary.operation.value not in ("append", "delete"):
             return False

@@ -186,7 +186,13 @@ class IcebergTarget:
         record = read_record(cast(Target, self), commit)
         if record is None or not record["parts"] or not made or self.live(snapshot, record):
             return False
-        return files.were_deleted(snapshot.table, {one.snapshot_id for one in made})
+
+        def replaced_all(one: Any) -> bool:
+            commit = _commit_of(one)
+            other = None if commit is None else read_record(cast(Target, self), commit)
+            return other is not None and other.get("mode") == "overwrite"
+
+        return files.were_deleted(snapshot.table, {one.snapshot_id for one in made}, replaced_all)
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
         """Return the commits whose records are kept."""

@@ -1,0 +1,291 @@
+"""An increment leaves the output as one full run over the source would, or it is refused in words.
+
+Hypothesis draws what happens to a source and to the options between calls, for each kind of source and target. The
+function of the job is quick, and runs in this process: what is tested is which rows are read, and what becomes of them.
+"""
+
+import datetime as dt
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyiceberg.catalog
+import pytest
+from deltalake import DeltaTable, Field, write_deltalake
+from deltalake.schema import PrimitiveType
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyiceberg.types import StringType
+from pyiceberg.utils.config import Config
+
+import tiny
+import torchlake as tl
+from torchlake.errors import TorchlakeError
+
+CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+FEED = {"delta.enableChangeDataFeed": "true"}
+DAY = dt.date(2024, 1, 1)
+STAMP = dt.datetime(2024, 1, 1, 2, tzinfo=dt.UTC)
+PARTITIONS = {
+    "": None,
+    "text": pa.field("lang", pa.string()),
+    "date": pa.field("day", pa.date32()),
+    "timestamp": pa.field("at", pa.timestamp("us", "UTC")),
+    "decimal": pa.field("price", pa.decimal128(8, 3)),
+}
+
+
+def rows(first: int, stop: int, word: str = "film", other: bool = False) -> pa.Table:
+    """`stop - first` rows with the columns that a table may be partitioned by."""
+    ids = range(first, stop)
+    columns = {
+        "id": pa.array(ids, pa.int64()),
+        "text": [f"{word} {number}" for number in ids],
+        "lang": ["en" if number % 3 else "a=b/c d%20ü" for number in ids],
+        "day": pa.array([DAY + dt.timedelta(number % 2) for number in ids], pa.date32()),
+        "at": pa.array([STAMP + dt.timedelta(hours=number % 2) for number in ids], pa.timestamp("us", "UTC")),
+        "price": pa.array([f"{number % 2}.500" for number in ids]).cast(pa.decimal128(8, 3)),
+    }
+    return pa.table(columns | ({"extra": [f"x{number}" for number in ids]} if other else {}))
+
+
+def read_lengths() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"length": pc.cast(pc.utf8_length(batch["text"]), pa.int64())})
+
+
+def read_doubled() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"length": pc.multiply(pc.cast(pc.utf8_length(batch["text"]), pa.int64()), 2)})
+
+
+FUNCTIONS = {"lengths": read_lengths, "doubled": read_doubled}
+
+
+@dataclass
+class Case:
+    """A source and an output, and the options of the next call."""
+
+    folder: Path
+    lake: Any
+    kind: str
+    sink: str
+    partition: str
+    next_id: int = 100
+    where: str | None = None
+    function: str = "lengths"
+    recreated: int = 0
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> str:
+        return "iceberg:lake.films.source" if self.kind == "iceberg" else str(self.folder / "source")
+
+    def output(self, name: str) -> str:
+        return f"iceberg:lake.films.{name}" if self.sink == "iceberg" else str(self.folder / name)
+
+    def map(self, name: str, **options: Any) -> tl.Mapped:
+        return tl.map(
+            FUNCTIONS[self.function],
+            self.source,
+            self.output(name),
+            schema={"length": pa.int64()},
+            columns=["text"],
+            key="id",
+            version=self.function,
+            engine=tiny.Here(),
+            **({} if self.sink == "iceberg" else {"format": "delta"}),
+            **({} if self.where is None else {"where": self.where}),
+            **options,
+        )
+
+    def rows(self, name: str) -> list[tuple[int, int]]:
+        table = tl.open(self.output(name)).to_table()
+        return sorted(zip(table["id"].to_pylist(), table["length"].to_pylist(), strict=True))
+
+    # What happens to the source; each returns whether it is possible now.
+    def make(self) -> None:
+        first = rows(0, 6)
+        if self.kind == "files":
+            Path(self.source).mkdir(exist_ok=True)
+            pq.write_table(first, Path(self.source) / "0.parquet")
+        elif self.kind == "iceberg":
+            self.lake.create_table("films.source", first.schema).append(first)
+        else:
+            by = PARTITIONS[self.partition]
+            write_deltalake(
+                self.source,
+                first,
+                partition_by=[by.name] if by is not None else None,
+                configuration=FEED if self.kind == "delta with a feed" else {},
+            )
+
+    def add(self) -> None:
+        self.next_id += 3
+        self._add(rows(self.next_id - 3, self.next_id))
+
+    def _add(self, table: pa.Table) -> None:
+        if self.kind == "files":
+            pq.write_table(table, Path(self.source) / f"{self.next_id}.parquet")
+        elif self.kind == "iceberg":
+            self.lake.load_table("films.source").append(table)
+        else:
+            write_deltalake(self.source, table, mode="append", schema_mode="merge")
+
+    def add_column(self) -> None:
+        self.next_id += 2
+        if self.kind == "iceberg":
+            table = self.lake.load_table("films.source")
+            if "extra" not in table.schema().column_names:
+                with table.update_schema() as update:
+                    update.add_column("extra", StringType())
+        elif self.kind != "files" and "extra" not in [one.name for one in DeltaTable(self.source).schema().fields]:
+            DeltaTable(self.source).alter.add_columns(Field("extra", PrimitiveType("string")))
+        self._add(rows(self.next_id - 2, self.next_id, other=self.kind != "files"))
+
+    def delete(self) -> None:
+        if self.kind == "files":
+            (Path(self.source) / "0.parquet").unlink(missing_ok=True)
+            if not any(Path(self.source).iterdir()):
+                self.add()
+        elif self.kind == "iceberg":
+            self.lake.load_table("films.source").delete("id < 2")
+        else:
+            DeltaTable(self.source).delete("id < 2")
+
+    def update(self) -> None:
+        if self.kind == "files":
+            if (Path(self.source) / "0.parquet").exists():
+                pq.write_table(rows(0, 6, "another"), Path(self.source) / "0.parquet")
+        elif self.kind == "iceberg":
+            self.lake.load_table("films.source").overwrite(rows(3, 4, "another"), overwrite_filter="id = 3")
+        else:
+            DeltaTable(self.source).update(predicate="id = 3", updates={"text": "'another film'"})
+
+    def change_key(self) -> None:
+        if self.kind.startswith("delta"):
+            self.next_id += 1
+            DeltaTable(self.source).update(predicate="id = 4", updates={"id": str(self.next_id)})
+
+    def leave_condition(self) -> None:
+        if self.kind.startswith("delta") and self.partition != "text":
+            DeltaTable(self.source).update(predicate="id = 5", updates={"lang": "'nowhere'"})
+
+    def compact(self) -> None:
+        if self.kind.startswith("delta"):
+            DeltaTable(self.source).optimize.compact()
+
+    def overwrite(self) -> None:
+        if self.kind == "iceberg":
+            self.lake.load_table("films.source").overwrite(rows(50, 53))
+        elif self.kind.startswith("delta"):
+            write_deltalake(self.source, rows(50, 53), mode="overwrite")
+
+    def restore(self) -> None:
+        if self.kind == "iceberg":
+            table = self.lake.load_table("films.source")
+            first = table.history()[0].snapshot_id
+            with table.manage_snapshots() as manage:
+                manage.set_current_snapshot(first)
+        elif self.kind.startswith("delta") and DeltaTable(self.source).version():
+            DeltaTable(self.source).restore(0)
+
+    def recreate(self) -> None:
+        if self.kind == "iceberg":
+            self.lake.drop_table("films.source")
+            self.lake.create_table("films.source", rows(0, 1).schema).append(rows(20, 22))
+        elif self.kind.startswith("delta"):
+            shutil.rmtree(self.source)
+            self.make()
+            write_deltalake(self.source, rows(20, 22), mode="append", schema_mode="merge")
+
+    # What happens to the output and to the options.
+    def restore_output(self) -> None:
+        if self.sink == "delta" and DeltaTable.is_deltatable(self.output("out")):
+            table = DeltaTable(self.output("out"))
+            if table.version():
+                table.restore(table.version() - 1)
+
+    def compact_output(self) -> None:
+        if self.sink == "delta" and DeltaTable.is_deltatable(self.output("out")):
+            DeltaTable(self.output("out")).optimize.compact()
+
+    def select_english(self) -> None:
+        self.where = "lang = 'en'"
+
+    def select_all(self) -> None:
+        self.where = None
+
+    def another_function(self) -> None:
+        self.function = "doubled"
+
+
+EVENTS = (
+    "add", "add", "add_column", "delete", "update", "change_key", "leave_condition", "compact", "overwrite", "restore",
+    "recreate", "restore_output", "compact_output", "select_english", "select_all", "another_function",
+)  # fmt: skip
+
+
+def call(case: Case) -> None:
+    """Make one incremental call, and compare its output with a full run, unless it is refused."""
+    before = case.rows("out")
+    refused = None
+    try:
+        case.map("out", incremental=True)
+    except TorchlakeError as error:
+        refused = error
+    if refused is not None:
+        case.done.append(f"refused: {type(refused).__name__}: {refused}")
+        assert case.rows("out") == before, f"a refused call changed the output: {case.done}"
+        # It can go on: a full run replaces the output, and increments follow it.
+        case.map("out", mode="overwrite")
+        assert case.map("out", incremental=True).rows_in == 0, case.done
+    else:
+        case.done.append("added")
+    case.map("full", mode="overwrite")
+    assert case.rows("out") == case.rows("full"), case.done
+    assert tl.verify(case.output("out")).problems == []
+
+
+@pytest.fixture
+def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/warehouse")
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it is read once, when pyiceberg is imported
+    found = pyiceberg.catalog.load_catalog("lake")
+    found.create_namespace("films")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("examples", [10, pytest.param(400, marks=pytest.mark.slow)])
+def test_an_increment_is_a_full_run_or_refused(examples: int, tmp_path: Path, lake: Any) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=CHECKS, print_blob=False)
+    @given(
+        kind=st.sampled_from(["delta with a feed", "delta", "files", "iceberg"]),
+        sink=st.sampled_from(["delta", "iceberg"]),
+        partition=st.sampled_from(list(PARTITIONS)),
+        first=st.sampled_from(["incremental", "whole"]),
+        calls=st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=2), min_size=1, max_size=3),
+    )
+    def check(kind: str, sink: str, partition: str, first: str, calls: list[list[str]]) -> None:
+        folder = tmp_path / "case"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name in ("source", "out", "full"):
+            if lake.table_exists(f"films.{name}"):
+                lake.purge_table(f"films.{name}")
+        case = Case(folder, lake, kind, sink, partition)
+        case.make()
+        case.map("out", **({"incremental": True} if first == "incremental" else {}))
+        case.done.append(first)
+        for events in calls:
+            for event in events:
+                getattr(case, event)()
+                case.done.append(event)
+            call(case)
+
+    check()
