@@ -24,7 +24,6 @@ from torchlake.outputs import transaction as _write
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.staging import state as _state
 from torchlake.storage import lease, liveness, objects
-from torchlake.storage import object_lease as _object_lease
 
 HANG_S = 60.0
 "Until a thread that does not stop fails the test; nothing waits for it otherwise."
@@ -206,13 +205,12 @@ class World:
 
     def _replace_all(self) -> None:
         time = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, sleep=self._sleep)
-        threads = SimpleNamespace(Thread=self._thread, Event=lambda: _Event(self), Lock=lambda: _Mutex(self))
+        threads = SimpleNamespace(Thread=self._thread, Event=lambda: _Event(self))
         process = SimpleNamespace(**{**vars(psutil), "Process": self._process})
         system = SimpleNamespace(**{**vars(os), "getpid": lambda: self._writer().pid, "close": self._close})
         self._set(lease, time=time, threading=threads, os=system, LOCK_WAIT_S=LOCK_WAIT_S)
         self._set(liveness, psutil=process, os=system, machine_id=lambda: self._writer().machine)
         self._set(lease, fcntl=SimpleNamespace(**{**vars(fcntl), "flock": self._flock}))
-        self._set(_object_lease, time=time, threading=threads)
         self._set(_write, time=time, failpoint=self.stop)
         self._set(objects, failpoint=self.stop, _store=lambda url: self.store)
         self._set(_state, temporary_folder=lambda name: self.folder / f"logs-{atomic_io.fingerprint(name)[:16]}")
@@ -307,16 +305,3 @@ class _Event:
         if not self.is_set:
             self.world.stop("lease.wait")
         return self.is_set
-
-
-class _Mutex:
-    def __init__(self, world: World) -> None:
-        self.world, self.taken = world, False
-
-    def __enter__(self) -> None:
-        while self.taken:
-            self.world.stop("waits for its other thread", blocked=True)
-        self.taken = True
-
-    def __exit__(self, *error: Any) -> None:
-        self.taken = False

@@ -283,9 +283,8 @@ class Model:
         token = self._lease_token()
         for one in self.running.values():
             if one.writer.lease is not None:
-                mine = one.writer.lease
-                own = mine.mine if self.local else mine._mine
-                one.lost = one.lost or (token is not None and token != own["token"])
+                own = one.writer.lease.mine["token"]
+                one.lost = one.lost or (token is not None and token != own)
         if looked and writing.lost:
             writing.looked_after = True
 

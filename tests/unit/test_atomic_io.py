@@ -77,7 +77,7 @@ def test_what_killed_writers_left_is_removed_where_the_next_one_begins(
     for place in places:
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(b"half")
-    lease.acquire(tmp_path / ".staging", 60.0).release()
+    lease.acquire(tmp_path / ".staging", 60.0, name="run").release()
     folder.claim(tmp_path, job)
     assert [place for place in places[:3] if place.exists()] == []
     places[3].write_bytes(b"half")

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchlake import atomic_io
 from torchlake.checkpoints import shards as sharding
-from torchlake.checkpoints.location import CheckpointStore, check_owner
+from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.shards import Pieces, Shards, Tensors
-from torchlake.checkpoints.store import BEST, STATE, Draft
+from torchlake.checkpoints.store import BEST, STATE, Draft, check_owner
 from torchlake.errors import DataError, StorageError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 
@@ -73,10 +73,6 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
     Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken over the store; earlier
     checkpoints then stay as they are.
     """
-    # As late as possible, because a launch that was taken over may have been suspended while it wrote its shard. Its
-    # checkpoint must not replace that of its successor, which may have come further. An object store checks it once
-    # more, with the write that makes the checkpoint visible.
-    check_owner(draft.store, draft.attempt)
     try:
         manifests = draft.store.rank_manifests(draft)
         files = {name: file for manifest in manifests for name, file in manifest.items()}
@@ -85,10 +81,10 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
             atomic_io.write_json(draft.staging / STATE, dict(state), site=f"{draft.site}.state")
             mine[STATE] = files[STATE] = atomic_io.size_and_sha256(draft.staging / STATE)
         draft.store.commit(draft, {**fields, "files": files}, mine)
-    except OSError as error:
-        raise atomic_io.storage_error(error, draft.path) from error
-    except (DataError, StorageError):
-        check_owner(draft.store, draft.attempt)  # a successor may have removed what this launch uploaded
+    except (OSError, DataError, StorageError) as error:
+        check_owner(draft.store, draft.attempt)  # a successor may have removed what this launch wrote
+        if isinstance(error, OSError):
+            raise atomic_io.storage_error(error, draft.path) from error
         raise
 
 

@@ -3,8 +3,8 @@
 The run folder has a lease; an external store may be found by other machines with other run folders. So its `run.json`
 states its run's identity: the job's settings that must not change, the task, and the content of the tables. Once there
 are checkpoints, another job, or the same job over other rows, is refused; the same job may continue from a new, empty
-run folder. The last launch that started is the writer: `run.json` has its name. In a folder it is checked before a
-checkpoint becomes visible; in an object store the checkpoint becomes visible by a conditional change of `run.json`.
+run folder. The last launch that started is the writer: `run.json` has its name. A checkpoint becomes visible only while
+it has: in a folder under a lock, in an object store by a conditional change of `run.json`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.checkpoints.object_store import ObjectStore
-from torchlake.checkpoints.store import RUN, FolderStore, taken_over
+from torchlake.checkpoints.store import RUN, FolderStore
 from torchlake.errors import FingerprintError
 from torchlake.storage.urls import is_url
 
@@ -96,12 +96,3 @@ def shorter(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         if other is not None and (one is None or other < one):
             return name
     return None
-
-
-def check_owner(store: CheckpointStore, attempt: str) -> None:
-    """Raise LeaseLost unless `attempt` is the launch that an external store belongs to."""
-    if not store.external:
-        return
-    owner = store.read_owner()
-    if owner is None or owner.attempt != attempt:
-        raise taken_over(store)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.checkpoints.store import BEST, RUN, STATE, Draft, Files, Owner, taken_over
+from torchlake.checkpoints.store import BEST, RUN, STATE, Draft, Files, Owner, check_owner
 from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import redacted
@@ -139,10 +139,7 @@ class ObjectStore:
     def remove_incomplete(self, attempt: str) -> None:
         atomic_io.remove([self.scratch])
         sizes = self.objects.sizes()
-        owner = self.read_owner()  # after the listing; see the top
-        if owner is None or owner.attempt != attempt:
-            raise taken_over(self)
-        lists = self._lists(owner.found.content)
+        lists = self._lists(check_owner(self, attempt).found.content)  # after the listing; see the top
         kept = {posixpath.dirname(manifest) for listed in lists.values() for manifest in listed.values()}
         folders = {name: posixpath.dirname(name) for name in sizes if IN_CHECKPOINT.fullmatch(name)}
         # The manifests of the version before are one folder further up.
@@ -209,9 +206,7 @@ class ObjectStore:
         Raises LeaseLost unless `attempt` was the writer at that very moment.
         """
         while True:
-            owner = self.read_owner()
-            if owner is None or owner.belongs is None or owner.attempt != attempt:
-                raise taken_over(self)
+            owner = check_owner(self, attempt)
             before = self._lists(owner.found.content)
             after = {kind: dict(listed) for kind, listed in before.items()}
             change(after)

@@ -4,12 +4,15 @@
     best/step_00000080/   model*.safetensors  manifest.json
 
 A folder checkpoint is built under a hidden name that all ranks share, and one rename makes it visible. A crash leaves a
-`.tmp`. `object_store.py` is the store without rename. Names in a store are those of checkpoints (`step_00000120`,
-`best/step_00000080`) or of files in them.
+`.tmp`. In an external store the rename, and each other change of what is visible, is made under a lock, and only while
+run.json names this launch (`location.py`). `object_store.py` is the store without rename. Names in a store are those of
+checkpoints (`step_00000120`, `best/step_00000080`) or of files in them.
 """
 
+import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchlake import atomic_io
 from torchlake.errors import LeaseLost, StorageError
 from torchlake.failpoints import failpoint
+from torchlake.storage.lease import lock_in_time
 
 if TYPE_CHECKING:
     from torchlake.checkpoints.location import CheckpointStore
@@ -26,6 +30,9 @@ BEST = "best"
 TORN = ".torn"
 RUN = "run.json"
 "The file that states which run the checkpoints of an external store belong to."
+LOCK = f".{RUN}.lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"Errors of file systems that have no locks."
 
 Files = Mapping[str, Mapping[str, Any]]
 "Files by name, each with its `bytes` and `sha256`."
@@ -102,10 +109,11 @@ class FolderStore:
         atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
         atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
-        # The name exists only if this step was trained before, with equal content.
-        atomic_io.remove([draft.path])
-        os.rename(draft.staging, draft.path)
-        atomic_io.sync_folder(draft.path.parent)
+        with self._changing(draft.attempt):
+            # The name exists only if this step was trained before, with equal content.
+            atomic_io.remove([draft.path])
+            os.rename(draft.staging, draft.path)
+            atomic_io.sync_folder(draft.path.parent)
         failpoint(f"{draft.site}.verify")
         # The caller prunes older checkpoints after this. A disk that acknowledged writes without keeping them is found
         # while there is still an older checkpoint to continue from.
@@ -127,18 +135,20 @@ class FolderStore:
     def delete(self, name: str, attempt: str) -> None:
         """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError.
 
-        This and the next three change what is visible. In an object store they raise LeaseLost unless the launch
-        `attempt` still is its writer; a folder's callers hold the lock of the run folder, or have called `check_owner`.
+        Like `commit`, `remove_incomplete` and `set_aside` it raises LeaseLost unless the launch `attempt` still is the
+        writer of an external store; in the run folder, its callers hold the lock of that.
         """
         path = self.root / name
         # A crash during the deletion must not leave a folder that looks like a corrupt checkpoint.
         leaving = atomic_io.temporary_path(path)
-        os.replace(path, leaving)
+        with self._changing(attempt):
+            os.replace(path, leaving)
         atomic_io.remove([leaving])
 
     def remove_incomplete(self, attempt: str) -> None:
         """Remove what crashes left of this run; no rank may be writing."""
-        atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
+        with self._changing(attempt):
+            atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
 
     def fetch(self, name: str, kind: str = "") -> Path:
         """Return a local folder with those files of a checkpoint whose names begin with `kind`, verified.
@@ -156,8 +166,9 @@ class FolderStore:
         """Hide a corrupt checkpoint without deleting it; return where it is listed, or its new name."""
         path = self.root / name
         torn = path.with_name(path.name + TORN)
-        atomic_io.remove([torn])
-        os.replace(path, torn)
+        with self._changing(attempt):
+            atomic_io.remove([torn])
+            os.replace(path, torn)
         return torn.name
 
     def has_corrupt(self) -> bool:
@@ -174,25 +185,56 @@ class FolderStore:
         if not path.exists():
             return None
         run = atomic_io.read_json(path)
-        return Owner(run.get("belongs"), run.get("attempt")) if isinstance(run, dict) else Owner(None, None)
+        if not isinstance(run, dict):
+            return Owner(None, None)
+        # Whether it is used, because that decides whether it may become another run's.
+        return Owner(run.get("belongs"), run.get("attempt"), self.is_used())
 
     def write_owner(self, before: Owner | None, belongs: Mapping[str, Any], attempt: str) -> bool:
         """Replace `before`; return False, having written nothing, if it has changed. Raises StorageError."""
+        run = {"format": 1, "belongs": dict(belongs), "attempt": attempt}
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                if self.read_owner() != before:
+                    return False
+                atomic_io.write_json(self.root / RUN, run, site="checkpoint.claim")
         except OSError as error:
             raise atomic_io.storage_error(error, self.root) from error
-        run = {"format": 1, "belongs": dict(belongs), "attempt": attempt}
-        atomic_io.write_json(self.root / RUN, run, site="checkpoint.claim")
-        return True  # a file system has no conditional rename: the last launch wins
+        return True
+
+    @contextmanager
+    def _changing(self, attempt: str) -> Iterator[None]:
+        """Hold the lock for a change of what is visible. Raises LeaseLost unless `attempt` is the writer."""
+        with self._locked():
+            check_owner(self, attempt)
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of an external store. Raises Locked when its holder seems to be stopped."""
+        if not self.external:
+            yield
+            return
+        with open(self.root / LOCK, "ab") as file:
+            try:
+                lock_in_time(file.fileno(), self.root)
+            except OSError as error:
+                # Some network file systems have no locks. What is read right before the change has to do there.
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
 
 
-def taken_over(store: "CheckpointStore") -> LeaseLost:
-    """Return the error of a launch that is no longer the writer of an external store."""
-    return LeaseLost(
-        f"{store}: another process has taken this run over, or {RUN} was deleted there. Nothing more of this run is "
-        "saved."
-    )
+def check_owner(store: "CheckpointStore", attempt: str) -> Owner:
+    """Return whose a store is. Raises LeaseLost unless `attempt` is the launch that an external one belongs to."""
+    owner = store.read_owner() if store.external else Owner({}, attempt)
+    if owner is None or owner.belongs is None or owner.attempt != attempt:
+        raise LeaseLost(
+            f"{store}: another process has taken this run over, or {RUN} was deleted there. Nothing more of this run "
+            "is saved."
+        )
+    return owner
 
 
 def _verify_files(path: Path, files: Files, mine: Files) -> None:

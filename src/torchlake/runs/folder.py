@@ -11,7 +11,6 @@ mix the steps of two jobs.
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torchlake.errors import DataError, FingerprintError
 from torchlake.outputs.find import folder_output
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
-from torchlake.storage import lease
 from torchlake.tables.record import local_output
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned
@@ -98,20 +96,6 @@ def candidates(job: str | Path | Job | None, run: str | Path | None) -> Iterator
 def accepts(folder: Path, job: Job) -> bool:
     """Return whether `job` can be trained, or continued, in the folder."""
     return not folder.exists() or _conflict(folder, job) is None
-
-
-@contextmanager
-def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
-    """Hold the lease of the run folder; yield the lease's folder and token, for the ranks to check.
-
-    Raises Locked naming the process that trains there, OutputError if the folder cannot be created.
-    """
-    staging = folder / ".training.staging"
-    mine = lease.acquire(staging, LEASE_S, name=str(folder))
-    try:
-        yield str(staging), mine.mine["token"]
-    finally:
-        mine.release()
 
 
 def claim(folder: Path, job: Job) -> None:

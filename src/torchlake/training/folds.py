@@ -9,8 +9,7 @@ The same call again trains what is missing. Cost: N trainings, and the table is 
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def train_folds(
     wanted = load_job(job, overrides, **stored, **named_engine(engine))
     _refuse_ignored(wanted)
     check_metric(wanted)
-    with _lease(folder):
+    with lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder)):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
             store_frame(frame, path, job_engine(wanted, engine))
@@ -123,16 +122,6 @@ def _refuse_ignored(job: Job) -> None:
         raise ConfigError(
             "train.checkpoint_folder: with folds, checkpoints are kept in each run folder; remove the setting"
         )
-
-
-@contextmanager
-def _lease(folder: Path) -> Iterator[None]:
-    """Hold the lease of the folder. Raises Locked naming the process that trains there."""
-    mine = lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder))
-    try:
-        yield
-    finally:
-        mine.release()
 
 
 def _claim(folder: Path, job: Job, folds: int) -> Job:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.checkpoints.location import CheckpointStore
+from torchlake.checkpoints.store import check_owner
 from torchlake.engines import Engine, ProcessRange, process_bounds
 from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
 from torchlake.failpoints import failpoint
@@ -60,7 +61,7 @@ def run_with_restarts(
     launch = ""
     while True:
         if launch:  # a launch that was replaced must not take the store back
-            location.check_owner(store, launch)
+            check_owner(store, launch)
         # New for each attempt: in a store elsewhere, a rank of the previous attempt that still runs can no longer
         # publish.
         launch = secrets.token_hex(6)
@@ -95,7 +96,7 @@ def run_with_restarts(
                     stop_file=str(run / folder.INTERRUPTED),
                 )
             if settings["job"].train.keep_checkpoints is None:
-                location.check_owner(store, launch)
+                check_owner(store, launch)
                 format.prune(store, 1, launch)  # a longer run continues from it
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
         # Neither this nor OutOfMemory counts as a failure: both start again with other settings. Halving ends at one

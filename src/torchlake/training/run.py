@@ -31,6 +31,7 @@ from torchlake.preparation.problem import find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
+from torchlake.storage import lease
 from torchlake.storage.versions import ContentChecker
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
@@ -89,7 +90,8 @@ def train_run(
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     checked = _check_new(wanted, processes, folder, engine, frames)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
-    with run_folder.run_lease(folder) as lease:
+    staging = folder / ".training.staging"
+    with lease.acquire(staging, run_folder.LEASE_S, name=str(folder)) as mine:
         run_folder.claim(folder, wanted)
         for path, frame in frames.items():
             store_frame(frame, path, engine)
@@ -113,7 +115,7 @@ def train_run(
             "tokens": str(prepared[0]),
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
             "metric": metric,
-            "lease": lease,
+            "lease": (str(staging), mine.mine["token"]),
             "on_step": on_step,
         }
         identity = run_folder.run_identity(wanted, spec, folder)

@@ -14,7 +14,7 @@ deleted; logs and metrics stay.
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -144,7 +144,7 @@ def tune(
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     spread = job_engine(wanted, engine).spread
     check_tables(wanted, spread=spread)
-    with _tuning_lease(folder) as mine:
+    with lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder)) as mine:
         wanted = _claim(folder, wanted, searched, seed, spread)
         base, trained = base_folder(wanted.model.base), is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)
@@ -160,8 +160,7 @@ def tune(
                     break
                 failpoint("tuning.trial")
                 state, value, why = _train(trial, wanted, folder, metric, engine, prune=prune)
-                with lease.locked(mine.staging):
-                    mine.check()
+                with mine.exclusive():
                     trial.set_user_attr(WHY, why)
                     study.tell(trial.number, value, state=state)
                 _log_trial(ended_trials(study, folder)[-1], metric, trials)
@@ -171,16 +170,6 @@ def tune(
         path = best.path / JOB_FILE
         atomic_io.write_bytes(folder / JOB_FILE, path.read_bytes(), site="tuning.job")
     return Tuning(path=folder, model=best.path / "model", job=load_job(path), metric=metric, best=best, trials=done)
-
-
-@contextmanager
-def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
-    """Hold the lease of the folder. Raises Locked naming the process that tunes there."""
-    mine = lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder))
-    try:
-        yield mine
-    finally:
-        mine.release()
 
 
 def _claim(folder: Path, job: Job, space: Space, seed: int, spread: Spread) -> Job:

@@ -16,7 +16,7 @@ import torch
 from torchlake.checkpoints import format, location, shards
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.object_store import ObjectStore
-from torchlake.checkpoints.store import BEST, RUN, Draft, FolderStore
+from torchlake.checkpoints.store import BEST, RUN, Draft, FolderStore, check_owner
 from torchlake.errors import FingerprintError, LeaseLost, StorageError, UsageError
 from torchlake.storage import folders, objects
 
@@ -171,7 +171,7 @@ def test_a_claim_keeps_what_is_published_while_it_is_made(store: ObjectStore, mo
     monkeypatch.setattr(objects.ObjectFolder, "replace", publishes_first)
     location.claim(store, BELONGS, "second")
     assert store.list_complete() == ["step_00000003", "step_00000006"]
-    location.check_owner(store, "second")
+    check_owner(store, "second")
 
 
 def test_a_store_of_the_version_before_is_continued(store: ObjectStore) -> None:
@@ -185,7 +185,7 @@ def test_a_store_of_the_version_before_is_continued(store: ObjectStore) -> None:
         location.claim(store, {**BELONGS, "train.seed": 1}, "second")
     location.claim(store, BELONGS, "second")
     with pytest.raises(LeaseLost):
-        location.check_owner(store, "5f0c93d1aa01")
+        check_owner(store, "5f0c93d1aa01")
     found, problems = format.newest(store, "second")
     assert found is not None
     assert (found.state["step"], problems) == (6, [])
@@ -242,7 +242,7 @@ def test_another_run_is_refused_once_there_are_checkpoints(store: ObjectStore) -
     save(store, 3, "second")
     with pytest.raises(FingerprintError, match=r"train.seed: 1 -> 0"):
         location.claim(store, BELONGS, "third")
-    location.check_owner(store, "second")
+    check_owner(store, "second")
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_another_stream_does_not_continue_an_output(tmp_path: Path, tiny_model: 
 
 def test_one_process_stores_the_rows_of_an_output(tmp_path: Path) -> None:
     output = tmp_path / "scored"
-    held = acquire(tmp_path / ".scored.input", 60.0)
+    held = acquire(tmp_path / ".scored.input", 60.0, name="scored")
     with pytest.raises(Locked, match=str(output)), spooled(reader(tiny.reviews(3)), output):
         pass
     held.release()

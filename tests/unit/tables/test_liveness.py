@@ -3,11 +3,13 @@
 import json
 import os
 import platform
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 
+from torchlake.errors import Locked
 from torchlake.jobs.worker import poison_rows
 from torchlake.storage import lease, liveness
 
@@ -19,7 +21,11 @@ def test_lease_and_log_agree_on_a_start_time_that_was_rounded(tmp_path: Path, of
     log = tmp_path / "0-a.json"
     log.write_text(json.dumps({**state, "started": me.created + off}) + "\n")
     assert poison_rows._is_running(log) is running
-    assert liveness.is_running(lease.writer_of({**state, "created": me.created + off})) is running
+    lease.acquire(tmp_path, 60.0, name="out").stop()
+    stored = json.loads((tmp_path / lease.NAME).read_text())
+    (tmp_path / lease.NAME).write_text(json.dumps({**stored, "created": me.created + off}))
+    with pytest.raises(Locked) if running else nullcontext():
+        lease.acquire(tmp_path, 60.0, name="out").release()
 
 
 def test_a_zombie_has_ended() -> None:

@@ -217,7 +217,7 @@ def test_another_tuning_in_the_folder_is_refused(tmp_path: Path, sections: dict[
 
 
 def test_two_tuners_in_one_folder_are_fenced(tmp_path: Path, sections: dict[str, Any]) -> None:
-    other = lease.acquire(tmp_path / "tuning" / ".tuning.staging", 60.0)
+    other = lease.acquire(tmp_path / "tuning" / ".tuning.staging", 60.0, name="tuning")
     try:
         with pytest.raises(Locked, match=f"tuning: being written by pid {os.getpid()}"):
             tune(tmp_path / "tuning", sections)

@@ -9,70 +9,40 @@ import getpass
 import json
 import shutil
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, StorageError
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.target import STATE, Target
 from torchlake.storage.lease import Lease, acquire
-from torchlake.storage.object_lease import ObjectLease, acquire_object
 from torchlake.storage.objects import ObjectFolder
 from torchlake.storage.urls import is_url
-
-
-class JobState(Protocol):
-    """The state of one target's job."""
-
-    folder: Path
-    "A folder on this machine; logs of attempts are in its folder `journal`."
-    location: str
-    "Where the plan is."
-    locks: bool
-    "Whether no other writer can begin or commit while one is in `exclusive`."
-
-    def is_left(self) -> bool:
-        """Return whether an earlier writer has left something, after removing what it was removing."""
-
-    def acquire(self, lease_s: float, name: str) -> None:
-        """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Return a context in which this writer may commit. Raises LeaseLost if another one has taken over."""
-
-    def read_plan(self) -> dict[str, Any] | None:
-        """Return the plan of an interrupted job."""
-
-    def write_plan(self, value: dict[str, Any]) -> None:
-        """Store the plan, before any part is written."""
-
-    def clear(self) -> None:
-        """Remove the plan and the logs of attempts."""
-
-    def release(self) -> None:
-        """End the lease; the plan stays for the next run."""
-
-    def finish(self) -> None:
-        """End the lease and remove everything."""
 
 
 class LocalState:
     """State in the folder `.NAME.staging` beside the target, which also has the parts of a `staged` one."""
 
     locks = True
+    "Whether no other writer can begin or commit while one is in `exclusive`."
 
     def __init__(self, root: Path, *, staged: bool) -> None:
-        self.folder, self.location = staging.staging_of(root), str(staging.staging_of(root))
+        self.folder = staging.staging_of(root)
+        "A folder on this machine; logs of attempts are in its folder `journal`."
+        self.location = str(self.folder)
+        "Where the plan is."
         self._root, self._staged = root, staged
         self._lease: Lease | None = None
 
     def is_left(self) -> bool:
+        """Return whether an earlier writer has left something, after removing what it was removing."""
         staging.vacuum(self.folder)
         return self.folder.exists()
 
     def acquire(self, lease_s: float, name: str) -> None:
+        """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
         self._lease = acquire(self.folder, lease_s, name=name)
         # This writer may be suspended anywhere, and wake beside its successor: each change is made with the lock held.
         with self.exclusive():
@@ -83,16 +53,19 @@ class LocalState:
                 staging.clear_job(self.folder)
 
     def exclusive(self) -> AbstractContextManager[None]:
+        """Return a context in which this writer may commit. Raises LeaseLost if another one has taken over."""
         assert self._lease is not None, "called between acquire and release"
         return self._lease.exclusive()
 
     def read_plan(self) -> dict[str, Any] | None:
+        """Return the plan of an interrupted job."""
         if not self._has_plan:
             return None
         value: dict[str, Any] = atomic_io.read_json(self.folder / staging.PLAN)
         return value
 
     def write_plan(self, value: dict[str, Any]) -> None:
+        """Store the plan, before any part is written."""
         with self.exclusive():
             if self._staged:
                 staging.reopen(self.folder)
@@ -100,10 +73,12 @@ class LocalState:
             atomic_io.write_bytes(self.folder / staging.PLAN, json.dumps(value).encode(), site="plan")
 
     def clear(self) -> None:
+        """Remove the plan and the logs of attempts."""
         with self.exclusive():
             staging.clear_job(self.folder)
 
     def release(self) -> None:
+        """End the lease; the plan stays for the next run."""
         # A plan means that an interrupted write is stored here: its parts may have cost hours, so only the lease ends.
         # Without a plan the folder is empty, and would stay beside the output forever.
         if not self._has_plan:
@@ -113,6 +88,7 @@ class LocalState:
             lease.release()
 
     def finish(self) -> None:
+        """End the lease and remove everything."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             staging.remove_leased(self.folder, lease)
@@ -123,7 +99,7 @@ class LocalState:
 
 
 class StoredState:
-    """State in objects below the target."""
+    """State in objects below the target; see LocalState for its methods."""
 
     locks = False
 
@@ -131,22 +107,21 @@ class StoredState:
         self.location = f"{root.rstrip('/')}/{STATE}/staging"
         self._objects = ObjectFolder(self.location)
         self.folder = temporary_folder(root)
-        self._lease: ObjectLease | None = None
+        self._lease: Lease | None = None
 
     def is_left(self) -> bool:
         return self._objects.content(staging.PLAN) is not None
 
     def acquire(self, lease_s: float, name: str) -> None:
         try:
-            self._lease = acquire_object(self._objects, lease_s, name=name)
+            self._lease = acquire(self._objects, lease_s, name=name)
         except StorageError as error:
             raise OutputError(f"{name}: cannot be written: {error}") from error
         (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
 
     def exclusive(self) -> AbstractContextManager[None]:
         assert self._lease is not None, "called between acquire and release"
-        self._lease.check()
-        return nullcontext()
+        return self._lease.exclusive()
 
     def read_plan(self) -> dict[str, Any] | None:
         content = self._objects.content(staging.PLAN)
@@ -170,12 +145,16 @@ class StoredState:
             lease.release()
 
     def finish(self) -> None:
-        """End the lease and remove everything; the lease goes last, because without it another writer may begin."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
+            # Before the lease ends, because after that another writer may store its plan.
             self._objects.delete([staging.PLAN])
             lease.release()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+JobState = LocalState | StoredState
+"The state of one target's job."
 
 
 def temporary_folder(name: str) -> Path:
