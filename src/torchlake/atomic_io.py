@@ -122,13 +122,20 @@ def write_json(path: Path, value: Any, *, site: str) -> None:
 def read_json(path: Path) -> Any:
     """Return the JSON value in `path`. Raises DataError when the file is missing, damaged or nested too deeply."""
     try:
-        return json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, place: str | Path) -> Any:
+    """Return the JSON value of the file at `place`. Raises DataError when it is damaged or nested too deeply."""
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({error})") from None
+        raise DataError(f"{place}: not valid JSON ({error})") from None
 
 
 def set_default_modes(files: Iterable[Path]) -> None:

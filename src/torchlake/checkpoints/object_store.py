@@ -190,11 +190,10 @@ class ObjectStore:
         return Owner(run.get("run", run.get("belongs")), run.get("attempt"), found)
 
     def write_owner(self, before: Owner | None, belongs: Mapping[str, Any], attempt: str) -> bool:
-        lists = {LISTED: {}, CORRUPT: {}} if before is None else self._lists(before.found.content)
+        found = None if before is None else before.found
+        lists = {LISTED: {}, CORRUPT: {}} if found is None else self._lists(found.content)
         content = _encoded({"format": 2, "run": dict(belongs), "attempt": attempt, **lists})
-        if before is None:
-            return self.objects.write_new(RUN, content, site="checkpoint.claim")
-        return self.objects.replace(RUN, content, before.found.version, site="checkpoint.claim")
+        return self.objects.replace(RUN, content, found, site="checkpoint.claim")
 
     def read_json(self, name: str) -> Any:
         """Return the JSON value of a file. Raises DataError, StorageError."""
@@ -211,7 +210,7 @@ class ObjectStore:
             after = {kind: dict(listed) for kind, listed in before.items()}
             change(after)
             content = _encoded({"format": 2, "run": owner.belongs, "attempt": attempt, **after})
-            if self.objects.replace(RUN, content, owner.found.version, site=site):
+            if self.objects.replace(RUN, content, owner.found, site=site):
                 return before
 
     def _lists(self, content: bytes | None = None) -> Lists:
@@ -242,10 +241,7 @@ class ObjectStore:
         return found.content
 
     def _decoded(self, name: str, content: bytes) -> Any:
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self}/{name}: not valid JSON ({error})") from None
+        return atomic_io.parse_json(content, f"{self}/{name}")
 
 
 def _encoded(value: Any) -> bytes:

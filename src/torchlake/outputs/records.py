@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, TableError
 from torchlake.outputs.compatibility import JobSpec
 from torchlake.outputs.parts import Part
@@ -42,10 +43,7 @@ def read_record(target: Target, commit: str, *, plan: bool = False) -> dict[str,
     content = folder_at(target.root).content(name)
     if content is None:
         return None
-    try:
-        value: dict[str, Any] = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{target.root}/{name}: not valid JSON ({error})") from None
+    value: dict[str, Any] = atomic_io.parse_json(content, f"{target.root}/{name}")
     if not plan and not is_record(value):
         raise TableError(f"{target.root}/{name}: not a commit record of this version")
     return value

@@ -9,7 +9,7 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,7 +19,7 @@ from torchlake.errors import MissingExtra, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import redacted
 from torchlake.storage.errors import storage_failure
-from torchlake.storage.objects import Found, ObjectFolder
+from torchlake.storage.objects import Found, ObjectFolder, version_of
 from torchlake.storage.urls import EXTRAS, check_url, filesystem_of, is_url, missing_library
 
 log = logging.getLogger(__name__)
@@ -135,18 +135,11 @@ class FileSystemFolder:
         except FileNotFoundError:
             return None
 
-    def write_new(self, name: str, content: bytes, *, site: str) -> bool:
-        """Create a file; return False if it exists with other content."""
+    def replace(self, name: str, content: bytes, before: Found | None, *, site: str) -> bool:
+        """Replace the file `before`, or create it; return False if it now has another version, or was removed."""
         found = self.read(name)
-        if found is None:
-            self.write(name, content, site=site)
-        return found is None or found.content == content
-
-    def replace(self, name: str, content: bytes, version: Mapping[str, str], *, site: str) -> bool:
-        """Replace a file of this version; return False if it now has another version, or was removed."""
-        found = self.read(name)
-        if found is None or found.version != version:
-            return False
+        if version_of(found) != version_of(before):
+            return found is not None and found.content == content
         self.write(name, content, site=site)
         return True
 

@@ -78,9 +78,7 @@ class ObjectPlace:
         return self._folder.read(NAME)
 
     def write(self, content: bytes, before: Found | None) -> bool:
-        if before is None:
-            return self._folder.write_new(NAME, content, site="lease")
-        return self._folder.replace(NAME, content, before.version, site="lease")
+        return self._folder.replace(NAME, content, before, site="lease")
 
     def now(self) -> datetime | None:
         self._folder.write(CLOCK, secrets.token_hex(4).encode(), site="lease.clock")

@@ -32,12 +32,17 @@ _CONFLICT = re.compile(r"status code: 409\b")
 
 
 class Found(NamedTuple):
-    """An object's content and its version, for `replace`."""
+    """An object's content, and its version for `replace`."""
 
     content: bytes
     version: Mapping[str, str]
     modified: datetime
     "Modification time by the store's clock."
+
+
+def version_of(found: Found | None) -> Mapping[str, str] | None:
+    """Return the version of an object, None if there is none."""
+    return None if found is None else found.version
 
 
 class ObjectFolder:
@@ -50,43 +55,30 @@ class ObjectFolder:
         return ObjectFolder, (self.location,)
 
     def write_new(self, name: str, content: bytes, *, site: str) -> bool:
-        """Create an object; return False if it exists with other content. Equal content counts as written."""
-        failpoint(f"{site}.write")
-        for _ in range(ATTEMPTS):
-            try:
-                self._call("put", name, content, mode="create")
-                break
-            except _Refused:
-                found = self.read(name)
-            # Equal content is this writer's: the first request succeeded, and the refusal answered its repetition. A
-            # missing object after a refusal is a 409, of a put that was in flight at the same moment: try again.
-            if found is not None:
-                if found.content != content:
-                    return False
-                break
-        else:
-            raise self._failure(name, "its store refused to create it, but it does not exist")
-        failpoint(f"{site}.done")
-        return True
+        """Create an object; return False if it exists with other content."""
+        return self.replace(name, content, None, site=site)
 
-    def replace(self, name: str, content: bytes, version: Mapping[str, str], *, site: str) -> bool:
-        """Replace an object of this version; return False if it now has another version, or was removed."""
+    def replace(self, name: str, content: bytes, before: Found | None, *, site: str) -> bool:
+        """Replace the object `before`, or create it (None); return False if it now has another version, or was removed.
+
+        Equal content counts as written.
+        """
         failpoint(f"{site}.write")
         for _ in range(ATTEMPTS):
             try:
-                self._call("put", name, content, mode=dict(version))
+                self._call("put", name, content, mode="create" if before is None else dict(before.version))
                 break
             except _Refused:
                 found = self.read(name)
-            # As in `write_new`. The old version after a refusal is a 409 without effect: try again.
-            if found is None or found.content == content:
-                if found is None:
-                    return False
+            # Equal content is this writer's: the first request succeeded, and the refusal answered its repetition. An
+            # unchanged object after a refusal is a 409, of a put that was in flight at the same moment: try again.
+            if found is not None and found.content == content:
                 break
-            if found.version != version:
+            if version_of(found) != version_of(before):
                 return False
         else:
-            raise self._failure(name, "its store refused to replace it, but it did not change")
+            unchanged = "create it, but it does not exist" if before is None else "replace it, but it did not change"
+            raise self._failure(name, f"its store refused to {unchanged}")
         failpoint(f"{site}.done")
         return True
 
@@ -126,7 +118,7 @@ class ObjectFolder:
         """Replace an object's damaged content, but keep what another writer has written since then."""
         found = self.read(name)
         if found is not None and found.content == damaged:
-            self.replace(name, content, found.version, site=site)
+            self.replace(name, content, found, site=site)
 
     def read(self, name: str) -> Found | None:
         """Return an object, or None if there is none."""

@@ -28,20 +28,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_write_with_a_condition_is_refused_if_it_does_not_hold(folder: Objects) -> None:
     assert folder.read("a/run.json") is None
-    assert folder.write_new("a/run.json", b"1", site="test")
-    assert folder.write_new("a/run.json", b"1", site="test"), "the answer to the first one may be lost"
-    assert not folder.write_new("a/run.json", b"2", site="test")
+    assert folder.replace("a/run.json", b"1", None, site="test")
+    assert folder.replace("a/run.json", b"1", None, site="test"), "the answer to the first one may be lost"
+    assert not folder.replace("a/run.json", b"2", None, site="test")
     first = folder.read("a/run.json")
     assert first is not None
-    assert folder.replace("a/run.json", b"2", first.version, site="test")
-    assert not folder.replace("a/run.json", b"3", first.version, site="test")
+    assert folder.replace("a/run.json", b"2", first, site="test")
+    assert not folder.replace("a/run.json", b"3", first, site="test")
     folder.write("a/run.json", b"4", site="test")
     found = folder.read("a/run.json")
     assert found is not None
     assert found.content == b"4"
     assert found.modified >= first.modified
     folder.delete(["a/run.json"])
-    assert not folder.replace("a/run.json", b"5", found.version, site="test")
+    assert not folder.replace("a/run.json", b"5", found, site="test")
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 50])

@@ -75,12 +75,12 @@ def test_an_object_is_replaced_although_an_answer_is_wrong(
     first = folder.read("x")
     assert first is not None
     fault = store.fail("PUT", "/x$", **how)
-    assert folder.replace("x", b"mine", first.version, site="test")
+    assert folder.replace("x", b"mine", first, site="test")
     assert fault.hit == how.get("times", 1)
     assert folder.content("x") == b"mine"
-    assert not folder.replace("x", b"other", first.version, site="test")
+    assert not folder.replace("x", b"other", first, site="test")
     folder.delete(["x"])
-    assert not folder.replace("x", b"other", first.version, site="test")
+    assert not folder.replace("x", b"other", first, site="test")
     assert folder.content("x") is None
 
 
@@ -91,7 +91,7 @@ def test_a_lost_success_that_another_writer_has_replaced_is_not_ours(store: Faul
     assert first is not None
     fault = store.fail("PUT", "/x$", answer=503)
     store.server.put(f"{folder.location.partition(BUCKET)[2][1:]}/x", b"of another writer")
-    assert not folder.replace("x", b"mine", first.version, site="test")
+    assert not folder.replace("x", b"mine", first, site="test")
     assert fault.hit == 1
     assert folder.content("x") == b"of another writer"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.errors import DataError, OutputError, StorageError
+from torchlake.errors import OutputError, StorageError
 from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.target import STATE, Target
 from torchlake.storage.lease import Lease, acquire
@@ -125,11 +125,7 @@ class StoredState:
 
     def read_plan(self) -> dict[str, Any] | None:
         content = self._objects.content(staging.PLAN)
-        try:
-            value: dict[str, Any] | None = None if content is None else json.loads(content)
-        except ValueError as error:
-            raise DataError(f"{self.location}/{staging.PLAN}: not valid JSON ({error})") from None
-        return value
+        return None if content is None else dict(atomic_io.parse_json(content, f"{self.location}/{staging.PLAN}"))
 
     def write_plan(self, value: dict[str, Any]) -> None:
         self._objects.write(staging.PLAN, json.dumps(value).encode(), site="plan")

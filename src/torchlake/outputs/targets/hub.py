@@ -24,6 +24,7 @@ from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER
 from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, refuse_table_options
 from torchlake.redaction import redacted
+from torchlake.storage.errors import first_line, storage_failure
 from torchlake.storage.folders import LocalFolder
 from torchlake.tables.record import is_record, recorded_arrow_schema
 
@@ -186,10 +187,7 @@ class HubTarget:
                 f"hf repos create {self.repo} --repo-type dataset"
             ) from error
         except Exception as error:  # of the HTTP library
-            raise StorageError(
-                f"{self.shown}: {_first_line(error)}. Run the same command again once the Hub answers: finished work "
-                "is kept."
-            ) from error
+            raise storage_failure(self.shown, error) from error
 
 
 def recognizes(output: str, format: str | None) -> bool:
@@ -247,5 +245,4 @@ def _recorded(record: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return str(redacted(text.splitlines()[0].rstrip(".")))
+    return str(redacted(first_line(error)))

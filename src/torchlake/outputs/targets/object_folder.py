@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.target import FOLDER_HINT, STATE, Change, Conflict, SinkOptions, refuse_table_options
@@ -63,10 +64,7 @@ class FolderTarget:
     def snapshot(self) -> FolderSnapshot:
         """Return the newest version."""
         found = self.objects.read(COMMIT)
-        try:
-            value = None if found is None else json.loads(found.content)
-        except ValueError as error:
-            raise DataError(f"{self.root}/{COMMIT}: not valid JSON ({error})") from None
+        value = None if found is None else atomic_io.parse_json(found.content, f"{self.root}/{COMMIT}")
         if value is not None and not (is_record(value) and "commit" in value):
             raise DataError(f"{self.root}/{COMMIT}: not a commit record of this version")
         return FolderSnapshot(found=found, record=value)
@@ -94,11 +92,7 @@ class FolderTarget:
         """Create the record, or replace it if it is still that of the snapshot; then delete what it does not list."""
         positions = {"positions": dict(change.positions)} if change.positions else {}
         content = json.dumps({**change.record, **positions}, indent=1).encode()
-        if snapshot.found is None:
-            made = self.objects.write_new(COMMIT, content, site="commit")
-        else:
-            made = self.objects.replace(COMMIT, content, snapshot.found.version, site="commit")
-        if not made:
+        if not self.objects.replace(COMMIT, content, snapshot.found, site="commit"):
             raise Conflict(f"{self.shown}: another commit was made")
         # Only after the record: until then, readers and resumed jobs use what this commit replaces.
         self._clean(change, snapshot.record)
