@@ -150,6 +150,9 @@ class FakeTarget:
         folder = f"{_folder(record['commit'])}/"
         return {path.removeprefix(folder) for path in snapshot.files if path.startswith(folder)}
 
+    def table_id(self, snapshot: Version) -> str:
+        return ""
+
     def lost(self, snapshot: Version, commit: str) -> bool:
         return False
 

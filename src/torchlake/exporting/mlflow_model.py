@@ -20,7 +20,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
-from torchlake.scoring.options import added_columns, check_options, checked_input, make_export, scoring_settings
+from torchlake.scoring.options import added_columns, check_options, checked_input, scoring_settings, with_export
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.worker import make_table_worker
 from torchlake.tables.sources.frames import to_arrow
@@ -105,7 +105,7 @@ class PyfuncModel:
     worker: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        make_export(self.settings, Local())
+        self.settings = with_export(self.settings, Local())
         self.worker = make_table_worker(self.settings)
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> "pd.DataFrame":

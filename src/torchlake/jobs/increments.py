@@ -168,14 +168,16 @@ def _reached_by_others(
     """
     reached = None
     for record in _records(target, snapshot):
-        read = [one for one in record.get("sources", ()) if source.name == one["table"] or source.id == one.get("id")]
+        read = [
+            one for one in record.get("sources", ()) if {one.get("table"), one.get("id")} & {source.name, source.id}
+        ]
         if not read:
             continue
         different = _different(record, settings, asked)
         if read[0].get("id") not in (None, source.id):
             different = ["the table was dropped and made again"]
-        elif read[0]["table"] != source.name:
-            different = [f"table: {read[0]['table']} -> {source.name}"]
+        elif read[0].get("table") != source.name:
+            different = [f"table: {read[0].get('table')} -> {source.name}"]
         reached = None if different else position_of(target, snapshot, position_name(source.name, settings, {}))
         if reached is None:
             raise FingerprintError(

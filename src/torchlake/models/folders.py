@@ -11,13 +11,15 @@ import os
 import re
 import stat
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 
 from torchlake import atomic_io
 from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
 from torchlake.config.task_spec import TASK_FILE
-from torchlake.errors import DataError, TorchlakeError
+from torchlake.errors import DataError, FingerprintError, TorchlakeError
 from torchlake.models.safety import INDEX
+from torchlake.storage.versions import Version, version_of
 from torchlake.tables.sources.files import local_path
 
 log = logging.getLogger(__name__)
@@ -174,6 +176,15 @@ def model_hash(folder: str | Path) -> str:
     return _hash_files(model_folder(folder), DECIDING_FILES)
 
 
+def check_hash(folder: str | Path, expected: str) -> None:
+    """Raise FingerprintError if a model is not the one with this hash: another one is at its path now."""
+    if model_hash(folder) != expected:
+        raise FingerprintError(
+            f"{folder}: the model was replaced after this job or function was made, so it scores nothing more. Run "
+            "the same command again, or make the function again, for the model that is there now."
+        )
+
+
 def weight_bytes(folder: str | Path) -> int:
     """Return the bytes of the weights on disk."""
     return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
@@ -194,7 +205,15 @@ def has_chat_template(folder: Path) -> bool:
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
     listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
-    hashes = {
-        name: listed[name]["sha256"] if name in listed else atomic_io.sha256_file(folder / name) for name in names
-    }
+    hashes = {name: listed[name]["sha256"] if name in listed else _hash_of(folder / name) for name in names}
     return atomic_io.fingerprint(hashes)
+
+
+def _hash_of(path: Path) -> str:
+    """Return the sha256 of a file, which is read again only if its version has changed."""
+    return _hash_of_version(path, version_of(str(path)))
+
+
+@lru_cache(maxsize=256)
+def _hash_of_version(path: Path, version: Version) -> str:
+    return atomic_io.sha256_file(path)

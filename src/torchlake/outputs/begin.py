@@ -53,7 +53,7 @@ def earlier_write(target: Target) -> Earlier:
         return Earlier({}, ())
     with suppress(DataError, OutputError, OSError):
         stored = _interrupted(state_of(target))
-        if stored is not None:
+        if stored is not None and stored.is_of(target, target.snapshot()):
             return Earlier(stored.job.fingerprint, stored.job.plan.inputs, stored.positions)
     with suppress(DataError, OutputError, OSError):
         last = last_job(target, target.snapshot())
@@ -139,9 +139,10 @@ def _begin(target: Target, request: WriteRequest) -> Transaction:
 def _begin_leased(found: _Found, state: JobState) -> Transaction:
     """Repeat the checks of `_begin`, now that no other writer can interfere, and store the plan."""
     stored = _interrupted(state)
-    if stored is not None and _was_made(found, stored):
-        # Its writer was killed after the commit. These parts are rows of the target now, so neither the commit nor
-        # what it replaced may be listed as discarded: the folders of discarded commits are deleted.
+    if stored is not None and (_was_made(found, stored) or not stored.is_of(found.target, found.snapshot)):
+        # Its writer was killed after the commit, or its table is gone. Parts of a commit are rows of the target now, so
+        # neither the commit nor what it replaced may be listed as discarded: the folders of discarded commits are
+        # deleted.
         state.clear()
         stored = None
     finished = _finished(found)
@@ -243,6 +244,17 @@ class _Interrupted(NamedTuple):
     mode: str
     discarded: tuple[str, ...]
     positions: Mapping[str, int]
+    table_id: str
+    "The own id of the table; empty if there was none yet."
+
+    def is_of(self, target: Target, snapshot: Snapshot) -> bool:
+        """Return whether it is a write to this table, and not to one that had its name before."""
+        return not self.table_id or _table_id(target, snapshot) in ("", self.table_id)
+
+
+def _table_id(target: Target, snapshot: Snapshot) -> str:
+    table = as_table(target)
+    return "" if table is None else table.table_id(snapshot)
 
 
 def _interrupted(state: JobState) -> _Interrupted | None:
@@ -256,7 +268,9 @@ def _interrupted(state: JobState) -> _Interrupted | None:
         place = f"{state.location}/plan.json"
         raise OutputError(f"{place}: {error}. Remove its folder, or give another output.") from error
     discarded, positions = tuple(stored.get("discarded", ())), stored.get("positions", {})
-    return _Interrupted(job, stored.get("commit", ""), stored.get("mode", ""), discarded, positions)
+    return _Interrupted(
+        job, stored.get("commit", ""), stored.get("mode", ""), discarded, positions, stored.get("table_id", "")
+    )
 
 
 def _was_made(found: _Found, stored: _Interrupted) -> bool:
@@ -294,7 +308,14 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     again = target.options.mode == "overwrite" or target.reusable or _is_lost(found, [commit_id(job)])
     basis = snapshot.version if again else ""
     name = name or commit_id(job, basis)
-    return _transaction(found, state, job, name, discarded=tuple(one for one in discarded if one != name))
+    return _transaction(
+        found,
+        state,
+        job,
+        name,
+        discarded=tuple(one for one in discarded if one != name),
+        table_id=_table_id(target, found.snapshot),
+    )
 
 
 def _continues(found: _Found, stored: _Interrupted) -> bool:
@@ -324,4 +345,5 @@ def _stored_plan(write: Transaction) -> dict[str, Any]:
         "mode": write.target.options.mode,
         "discarded": list(write.discarded),
         "positions": dict(write.request.positions),
+        "table_id": write.table_id,
     }

@@ -89,6 +89,8 @@ class Transaction:
     "Orphan and damaged files of an interrupted write."
     discarded: tuple[str, ...] = ()
     "The ids of interrupted writes that this one replaces."
+    table_id: str = ""
+    "The own id of the table when the write began; empty if there was none."
 
     @property
     def plan(self) -> Plan:

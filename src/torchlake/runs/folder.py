@@ -1,7 +1,7 @@
 """The run folder: which job it belongs to, whether it is finished, and the job's stored frames.
 
-    job.yaml  sources.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/
-    report.html  result.json
+    job.yaml  sources.json  base.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl
+    logs/  model/  report.html  result.json
 
 One trainer at a time holds its lease, which the ranks check before they write. Before anything was trained, a folder
 accepts a changed job (for example after wrong data was corrected); afterwards another job is refused, because it would
@@ -20,6 +20,7 @@ from torchlake.checkpoints import location
 from torchlake.config.job import Job, flat, job_to_yaml, load_job
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
+from torchlake.models.folders import model_hash
 from torchlake.outputs.find import folder_output
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
@@ -39,6 +40,8 @@ FOLDS = "folds.json"
 "The file of a cross-validation's folder with its job and the number of folds."
 SOURCES = "sources.json"
 "The job's tables, each with the version that the run reads; missing if none has versions."
+BASE = "base.json"
+"The hash of the job's base model; missing if it has none."
 AUTO = "auto"
 "Given as the run folder: use the default one, or the first of its numbered successors that is new or holds the job."
 STOP = "stop"
@@ -215,6 +218,25 @@ def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
         if found:
             atomic_io.write_json(path, found, site="run.sources")
     return load_job(job, data=found) if found else job
+
+
+def check_base(folder: Path, base: Path | None, *, begun: bool) -> None:
+    """Record the hash of the base model when a run begins. Raises FingerprintError if it is another one by now.
+
+    Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base again.
+    """
+    path = folder / BASE
+    if base is None:
+        return
+    found = {"model": model_hash(base)}
+    if begun and path.exists():
+        if atomic_io.read_json(path) != found:
+            raise FingerprintError(
+                f"{folder}: the run began with another base model than the one that is in {base} now. Put the first "
+                "one back, or train in a new run folder (--run FOLDER)."
+            )
+    elif not begun:
+        atomic_io.write_json(path, found, site="run.base")
 
 
 def _as_list(table: str | tuple[str, ...]) -> str | list[str]:

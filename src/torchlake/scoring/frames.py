@@ -23,9 +23,9 @@ from torchlake.scoring.options import (
     added_columns,
     check_options,
     checked_input,
-    make_export,
     refuse_collisions,
     scoring_settings,
+    with_export,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
@@ -58,7 +58,7 @@ def map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: Ta
     added = added_columns(settings, spec, schema)
     new = [column.name for column in added]
     refuse_collisions([*schema.names, *new], new)
-    make_export(settings, engine)
+    settings = with_export(settings, engine)
     return engine.map_frame(
         frame, carried(spec.task, partial(make_table_worker, settings)), pa.schema([*schema, *added])
     )
@@ -92,7 +92,7 @@ def spark_udf(
         model, runtime, null, batch_tokens, text=None, task=task, all_probabilities=all_probabilities, prefix=""
     )
     engine: Any = make_engine("spark", None, session=session)
-    make_export(settings, engine)
+    settings = with_export(settings, engine)
     columns = added_columns(settings, spec, pa.schema([]))
     payload = pack(carried(spec.task, partial(make_table_worker, settings)))
     score = partial(_score, payload, text_columns(spec), [column.name for column in columns])
@@ -144,7 +144,7 @@ def ray_stages(
     )
     engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
     engine.join()  # before the first dataset does, which would start a Ray of other settings
-    make_export(settings, engine)
+    settings = with_export(settings, engine)
 
     def tokenize(dataset: Any) -> Any:
         schema = engine.frame_schema(dataset)

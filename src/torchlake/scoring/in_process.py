@@ -31,7 +31,7 @@ from torchlake.jobs.options import refuse_unknown
 from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import check_options, checked_input, make_export, scoring_settings
+from torchlake.scoring.options import check_options, checked_input, scoring_settings, with_export
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
@@ -183,8 +183,7 @@ def load(
         null=null,
         batch_tokens=batch_tokens,
     )
-    make_export(settings, Local())
-    return Model(settings)
+    return Model(with_export(settings, Local()))
 
 
 def start_chunks(

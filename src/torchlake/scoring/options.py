@@ -103,6 +103,7 @@ def scoring_settings(
         )
     made = ScoringSettings(
         model=str(folder),
+        model_hash=folders.model_hash(folder),
         task=task if isinstance(task, str) else None,
         runtime=choice.runtime,
         exact=choice.why == "default",
@@ -228,12 +229,20 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
 
-def make_export(settings: ScoringSettings, engine: Engine) -> None:
-    """Export the model for a runtime that needs it, unless it was exported before; in a separate process."""
+def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
+    """Return the settings with the export of a runtime that needs one.
+
+    The model is exported in a separate process, unless that was done before.
+    """
     folder, runtime = Path(settings.model), settings.runtime
     module = lacks_export(folder, runtime, settings.spec.task)
-    if module is None:
-        return
+    if module is not None:
+        _export(settings, engine, module)
+    return replace(settings, export=exports.identity(folder, runtime) if isinstance(runtime, str) else None)
+
+
+def _export(settings: ScoringSettings, engine: Engine, module: Any) -> None:
+    folder, runtime = Path(settings.model), settings.runtime
     if module.CALIBRATED:
         raise UsageError(
             f"The runtime {runtime!r} needs calibration on your rows first: torchlake optimize {folder} "
@@ -251,14 +260,12 @@ def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) 
 
 def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
     """Return all settings that, with the rows, determine the bytes of the output."""
-    folder, runtime = Path(settings.model), settings.runtime
-    export = exports.identity(folder, runtime) if isinstance(runtime, str) else None
     return {
         "format": 1,
-        "model": folders.model_hash(folder),
+        "model": settings.model_hash,
         "task": spec.task,
-        "runtime": runtime_name(runtime),
-        **({} if export is None else {"export": export}),
+        "runtime": runtime_name(settings.runtime),
+        **({} if settings.export is None else {"export": settings.export}),
         "text": settings.text if isinstance(settings.text, str) else list(settings.text),
         **({} if settings.text_pair is None else {"text_pair": settings.text_pair}),
         **({} if not settings.inputs else {"inputs": dict(settings.inputs)}),

@@ -33,10 +33,10 @@ from torchlake.scoring.options import (
     check_devices,
     checked_input,
     fingerprint_of,
-    make_export,
     refuse_collisions,
     scoring_settings,
     split_options,
+    with_export,
 )
 from torchlake.scoring.ranges import with_ranges
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
@@ -250,8 +250,7 @@ class Scoring:
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         runner = self.engine or Local()
-        make_export(self.settings, runner)  # the fingerprint has the export
-        self.settings = with_ranges(self.settings, source, earlier, runner)
+        self.settings = with_ranges(with_export(self.settings, runner), source, earlier, runner)
         return fingerprint_of(self.settings, self.spec)
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:

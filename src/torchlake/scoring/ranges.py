@@ -9,7 +9,6 @@ that adds to a table, use the ranges that are recorded there, if they are from t
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pyarrow as pa
 
 from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
-from torchlake.models import folders
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.tables.chunks import evenly_spaced, sample_rows
@@ -36,7 +34,7 @@ def with_ranges(
     if settings.embedding != "int8":
         return settings
     recorded = earlier.get("ranges")
-    if recorded is not None and earlier.get("model") == folders.model_hash(Path(settings.model)):
+    if recorded is not None and earlier.get("model") == settings.model_hash:
         return replace(settings, ranges=(tuple(recorded[0]), tuple(recorded[1])))
     rows, _ = sample_rows(source, settings.spec.input_columns)
     rows = rows.take(pa.array(evenly_spaced(len(rows), min(len(rows), SAMPLE_ROWS))))

@@ -38,6 +38,10 @@ class ScoringSettings:
 
     model: str
     "The model folder."
+    model_hash: str = ""
+    "The model's hash: a process that finds another model in the folder scores nothing. Empty: it is not checked."
+    export: str | None = None
+    "The hash of the runtime's export, if it needs one."
     runtime: Runtime
     task: str | None = None
     "The task that was requested by name; None: the folder's own."

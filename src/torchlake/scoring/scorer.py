@@ -112,6 +112,9 @@ class Scorer:
             self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
         else:
             self.forward = load(folder, self.spec, device=self.device, **options)
+        if self.settings.model_hash:
+            # After loading: a model that was put in the folder before or meanwhile is noticed.
+            folders.check_hash(folder, self.settings.model_hash)
         self.startup = {
             "torch": imported - began,
             "tokenizer": tokenizer_loaded - imported,

@@ -20,6 +20,7 @@ from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
+from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
@@ -114,6 +115,7 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
     """Return a worker that adds the features (of texts `input_ids`), `truncated` and `error` to any Arrow table."""
     reader = RowReader(settings=settings)
+    folders.check_hash(settings.model, settings.model_hash)
     types = stage_types(settings)
 
     def worker(table: pa.Table) -> pa.Table:

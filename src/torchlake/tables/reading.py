@@ -118,10 +118,12 @@ class ChunkReader:
             raise
         table = pa.Table.from_batches(batches) if batches else schema.empty_table()
         _check_rows(chunk, table.num_rows, chunk.span)
-        if chunk.skipped:
-            table = table.take(from_numpy(np.flatnonzero(chunk.kept)))
         arrays = [_as_planned(chunk.file, table[name], field) for name, field in zip(names, schema, strict=True)]
-        return pa.table(arrays, schema=schema) if arrays else _no_columns(chunk.rows)
+        if not arrays:
+            return _no_columns(chunk.rows)
+        # Rows are taken from the planned types: Arrow cannot take them from the views in which a file may have strings.
+        table = pa.table(arrays, schema=schema)
+        return table.take(from_numpy(np.flatnonzero(chunk.kept))) if chunk.skipped else table
 
 
 class _Cursor:

@@ -20,7 +20,7 @@ from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, count, shown
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
-from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError
+from torchlake.errors import ConfigError, DataError, FingerprintError, OutputError, TableError
 from torchlake.models.folders import base_folder
 from torchlake.optim import optimizers
 from torchlake.outputs.find import folder_output
@@ -103,6 +103,7 @@ def train_run(
             check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
             check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
+        run_folder.check_base(folder, base, begun=trained)
         check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
@@ -160,6 +161,11 @@ def _check_libraries(job: Job) -> None:
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
     """Return the result of a run that was finished before this call."""
     _refuse_changed_input(job, folder, engine)
+    try:
+        base = base_folder(job.model.base)
+    except DataError:  # it was deleted since
+        base = None
+    run_folder.check_base(folder, base, begun=True)
     log.info("%s: already complete, %d steps", folder, finished["steps"])
     with tracking.tracked(job, folder):  # send what the trackers missed
         pass

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable, Field, write_deltalake
+from deltalake.exceptions import DeltaError
 from deltalake.schema import PrimitiveType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -106,7 +107,15 @@ class Case:
         table = tl.open(self.output(name)).to_table()
         return sorted(zip(table["id"].to_pylist(), table["length"].to_pylist(), strict=True))
 
-    # What happens to the source; each returns whether it is possible now.
+    def happen(self, event: str) -> None:
+        """Let something happen, unless the source's own library cannot do it now."""
+        try:
+            getattr(self, event)()
+        except DeltaError as error:
+            event = f"{event}: {error}"
+        self.done.append(event)
+
+    # What happens to the source.
     def make(self) -> None:
         first = rows(0, 6)
         if self.kind == "files":
@@ -167,8 +176,8 @@ class Case:
 
     def change_key(self) -> None:
         if self.kind.startswith("delta"):
-            self.next_id += 1
             DeltaTable(self.source).update(predicate="id = 4", updates={"id": str(self.next_id)})
+            self.next_id += 1
 
     def leave_condition(self) -> None:
         if self.kind.startswith("delta") and self.partition != "text":
@@ -284,8 +293,7 @@ def test_an_increment_is_a_full_run_or_refused(examples: int, tmp_path: Path, la
         case.done.append(first)
         for events in calls:
             for event in events:
-                getattr(case, event)()
-                case.done.append(event)
+                case.happen(event)
             call(case)
 
     check()

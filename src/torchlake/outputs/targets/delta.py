@@ -89,6 +89,10 @@ class DeltaTarget:
         except (DeltaError, OSError, ValueError) as error:
             raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
 
+    def table_id(self, snapshot: DeltaSnapshot) -> str:
+        """Return the id in the metadata of the table."""
+        return "" if snapshot.table is None else str(snapshot.table.metadata().id)
+
     def prepare(self, schema: pa.Schema) -> None:
         """Do nothing: a table is created at its first commit."""
 

@@ -102,6 +102,10 @@ class IcebergTarget:
         except TableError as error:
             raise StorageError(f"{error} Finished work is kept.") from error
 
+    def table_id(self, snapshot: IcebergSnapshot) -> str:
+        """Return the uuid of the table."""
+        return "" if snapshot.table is None else str(snapshot.table.metadata.table_uuid)
+
     def prepare(self, schema: pa.Schema) -> None:
         """Create the table, or add the columns that it lacks, if asked."""
         # After a conflict the table is loaded again: another job may have created it, or added the same columns.
