@@ -8,7 +8,7 @@ from torchlake.labels.encoding import label_array, label_type
 from torchlake.tables.arrays import from_numpy
 
 THRESHOLD = 0.5
-"Of several labels (multi_label), those with at least this probability are predicted; metrics count the same ones."
+"With several labels (multi_label), those with at least this probability are predicted; metrics count the same ones."
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
