@@ -93,13 +93,13 @@ def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     tiles += [
         ("steps", f"{progress['steps']:,}"),
         ("time in steps", _duration(progress["seconds_in_steps"])),
-        ("rows a second", f"{progress['rows_per_s'] or 0:,.0f}"),
-        ("tokens a second", f"{progress['tokens_per_s'] or 0:,.0f}"),
+        ("rows per second", f"{progress['rows_per_s'] or 0:,.0f}"),
+        ("tokens per second", f"{progress['tokens_per_s'] or 0:,.0f}"),
     ]
     if progress["mfu"] is not None:
         tiles.append(("of the matrix rate", f"{progress['mfu']:.0%}"))
     if progress["peak_memory_bytes"] is not None:
-        tiles.append(("memory at its peak", f"{progress['peak_memory_bytes'] / 2**30:.2f} GiB"))
+        tiles.append(("peak memory", f"{progress['peak_memory_bytes'] / 2**30:.2f} GiB"))
     return tiles
 
 
