@@ -155,11 +155,14 @@ def _bar(state: _State) -> Iterator[Advance]:
     from rich.console import Console
     from rich.live import Live
 
-    with Live(
-        state, console=Console(stderr=True, highlight=False), refresh_per_second=REFRESHES_PER_S, redirect_stdout=False
-    ):
+    console = Console(stderr=True, highlight=False)
+    live = Live(state, console=console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False)
+    try:  # `with` would not stop what Ctrl-C interrupts while it starts
+        live.start(refresh=True)
         yield state.advance
         state.ended = True
+    finally:
+        live.stop()
 
 
 def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:

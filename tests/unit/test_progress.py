@@ -7,11 +7,13 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.live import Live
 
 from terminal import frames, on_terminal
 from torchlake import progress as module
@@ -142,6 +144,24 @@ def test_a_notebook_gets_one_bar_that_is_drawn_over(
     assert re.fullmatch("train ━+ +1/3 steps loss 0.412345 *", first)
     assert re.fullmatch(r"train ━+ 3/3 steps in 0:\d\d loss 0.3 *\n", last)
     assert len(last) == len(first) + 1, "a shorter bar covers a longer one"
+
+
+def test_a_bar_that_is_interrupted_while_it_starts_gives_standard_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    def refresh(live: Live) -> None:
+        drawn.append(sys.stderr)
+        if len(drawn) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Live, "refresh", refresh)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    before = sys.stderr
+    with pytest.raises(KeyboardInterrupt), progress("score", 10):
+        raise AssertionError("it started")
+    assert sys.stderr is before is not drawn[0]
 
 
 def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,14 @@ memory. With an output, the lines are a table of one column that is stored besid
 import json
 import logging
 import os
+import select
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchlake.cli.display import Outcome, plain
+from torchlake.display import count
 from torchlake.errors import DataError, TooManyErrors, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 STDIN = "-"
 READ_BYTES = 1 << 20
+WAIT_S = 0.5
 MAX_LINE_BYTES = 1 << 26
 
 
@@ -49,7 +52,7 @@ def predict_lines(model: str, options: Mapping[str, Any], *, as_json: bool) -> O
             sys.stdout.buffer.write(printed.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in errors.most_common())
-    log.info("%s rows%s", f"{rows:,}", f", of which {errors.total():,} with an error ({reasons})" if errors else "")
+    log.info("%s%s", count(rows, "row"), f", of which {errors.total():,} with an error ({reasons})" if errors else "")
     rate = options.get("max_error_rate", 0.5)
     if errors.total() > rate * rows:
         raise TooManyErrors(f"{errors.total():,} of {rows:,} lines failed ({reasons}); --max-error-rate is {rate}.")
@@ -80,7 +83,7 @@ def read_lines() -> Iterator[list[bytes]]:
     if sys.stdin.isatty():
         log.info("reading one text a line; end with Ctrl-D")
     rest, number = b"", 0
-    while arrived := os.read(sys.stdin.fileno(), READ_BYTES):
+    while arrived := _read(sys.stdin.fileno()):
         *lines, rest = (rest + arrived).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
             raise DataError(f"standard input, line {number + len(lines) + 1:,}: longer than {MAX_LINE_BYTES:,} bytes.")
@@ -89,6 +92,13 @@ def read_lines() -> Iterator[list[bytes]]:
             number += len(lines)
     if rest:
         yield _stripped([rest], first=number == 0)
+
+
+def _read(number: int) -> bytes:
+    # Ctrl-C in the moment before a call blocks does not interrupt it: Python acts when the call returns.
+    while not select.select([number], [], [], WAIT_S)[0]:
+        pass
+    return os.read(number, READ_BYTES)
 
 
 def _stripped(lines: list[bytes], *, first: bool) -> list[bytes]:

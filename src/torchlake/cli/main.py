@@ -126,8 +126,9 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
     sections = SECTIONS if takes_job else {"engine": SECTIONS["engine"]}
     name = option.lstrip("-").replace("-", "_")
     found = nearest_settings(name, sections)
-    if not found and takes_job and name in TRAINER_NAMES:
-        return f" Here it is {TRAINER_NAMES[name]}."
+    meant = TRAINER_NAMES.get(name) if takes_job else None
+    if meant is not None and found != [meant]:  # the Trainer's value would mean something else there
+        return f" Here it is {meant}.{' To change a setting of the job, write --set NAME=VALUE.' * bool(found)}"
     value = _value_after(words, option)
     shown = " or ".join(f"--set {name}={value}" for name in found)
     return f" To change a setting of the {'job' if takes_job else 'engine'}, write {shown}." if found else ""

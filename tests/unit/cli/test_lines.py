@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -142,3 +144,29 @@ def test_answers_come_as_soon_as_their_lines_and_a_closed_pipe_ends_it(tiny_mode
         process.stdin.write(b"one more\n")
         assert process.wait(60) == 141
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_ctrl_c_that_does_not_interrupt_the_read_stops_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in the moment before the read blocks: the system gives this one to another thread."""
+    ours, theirs = os.pipe()
+    main_thread = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+
+    def press() -> None:
+        asleep = 0
+        while asleep < 200:  # in the read: it would have taken the interpreter lock, which each look gives up
+            asleep = asleep + 1 if main_thread.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    with os.fdopen(theirs, "wb"), os.fdopen(ours) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(lines.read_lines())
+        pressing.join()
+
+
+def test_one_line_is_one_row(given: Any, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given(b"great film\n")
+    assert main(["predict", str(tiny_model), "-"]) == 0
+    assert caplog.messages[-1] == "1 row"

@@ -330,6 +330,28 @@ def test_an_unknown_option_that_is_a_setting_suggests_set(
     assert f"{shown}." in json.loads(capfd.readouterr().out)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [
+        ("--lr", "write --set train.learning_rate=8"),
+        ("--num-train-epochs", "write --set train.epochs=8"),
+        (
+            "--per-device-train-batch-size",
+            "Here it is train.batch_size, the rows of a step over all ranks. To change a setting of the job, write",
+        ),
+        ("--fp16", "Here it is train.precision: fp16. To change a setting of the job, write --set NAME=VALUE"),
+        ("--save-steps", 'Here it is train.checkpoint_every, such as "200steps". To change'),
+        ("--group-by-length", "Here it is always so."),
+    ],
+)
+def test_an_option_of_the_trainer_is_answered_and_its_value_copied_only_if_it_means_the_same(
+    option: str, shown: str
+) -> None:
+    hint = cli._setting_hint(["train", "job.yaml", option, "8"], option)
+    assert shown in hint
+    assert ("=8" in hint) == ("=8" in shown)
+
+
 def test_every_setting_of_a_job_is_suggested_for_its_name() -> None:
     """A setting's last name, as an option, leads to the setting, with a value that the job file would read."""
     names = [*flat(load_job(None, data={"train": "t"}, model={"base": "b"}).model_dump())]
