@@ -73,7 +73,7 @@ def model_operations(folder: Path, lengths: list[int]) -> float:
 
 
 def _seconds(make: Callable[[], Callable[[], object]], repetitions: int) -> float:
-    """Of the fastest repetition; infinite where the operator is missing."""
+    """The time of the fastest repetition; infinite if the operator is missing."""
     try:
         multiply = make()
         multiply()

@@ -45,7 +45,7 @@ def num_tokens(folder: Path, lines: list[str]) -> int:
 
 
 def perplexities(folder: Path, lines: list[str], block: int) -> dict[str, float]:
-    """Of the lines end to end in blocks, and of each line by itself, by transformers' own loss."""
+    """Perplexities of the lines end to end in blocks, and of each line alone, by transformers' own loss."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -239,7 +239,7 @@ def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, mo
 
 
 def ranks_of_products(folder: Path) -> set[int]:
-    """Of all products in a graph that OpenVINO is given: 3 and 4 dimensions, and 5 where attention stays in parts."""
+    """The ranks of all products in a graph for OpenVINO: 3 and 4 dimensions, and 5 where attention is not fused."""
     graph = _openvino.library().Core().read_model(str(folder / "model.xml"))
     products = [node for node in graph.get_ordered_ops() if node.get_type_name() == "MatMul"]
     return {node.get_output_partial_shape(0).rank.get_length() for node in products}

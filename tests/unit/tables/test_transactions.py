@@ -188,7 +188,7 @@ def test_a_job_that_ends_anywhere_goes_on(kind: str, sources: dict[str, Planned]
 @pytest.mark.parametrize("other", [False, True], ids=["same job", "another job"])
 @pytest.mark.parametrize("kind", MODES)
 def test_a_writer_that_wakes_anywhere_after_its_lease(kind: str, other: bool, sources: dict[str, Planned]) -> None:
-    """Of two writers each stops anywhere: the first past its lease, the second while the first goes on."""
+    """Two writers stop anywhere: the first until its lease has expired, the second while the first continues."""
     job = Job("a", mode=MODES[kind][0], grouped=True)
     second = Job("c", mode="overwrite", discard=True) if other else job
     for one in range(len(stops(kind, sources, job))):

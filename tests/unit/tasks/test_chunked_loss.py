@@ -52,7 +52,7 @@ def plain_loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of three times the loss: a step scales it."""
+    """The gradients of three times the loss: a step scales it."""
     model.zero_grad()
     (loss * 3).backward()
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
@@ -160,7 +160,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_128000_words_the_loss_takes_at_most_a_third_of_the_memory(dtype: torch.dtype) -> None:
-    """Of head and loss, forward and backward, over 8,192 tokens; counted on tensors without data."""
+    """Head and loss, forward and backward, over 8,192 tokens; counted on tensors without data."""
     peaks = []
     for chunked in (False, True):
         with FakeTensorMode():

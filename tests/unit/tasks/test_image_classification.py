@@ -264,7 +264,7 @@ def test_a_loaded_model_takes_contents_and_paths(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_vit_reads_digits(tmp_path: Path) -> None:
-    """Of 397 held-out digits; a plain loop of transformers' classes reached 0.932 in 12 epochs."""
+    """397 digits are held out; a plain loop of transformers' classes reached 0.932 in 12 epochs."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
     ViTModel(ViTConfig(image_size=16, patch_size=4, **shape)).save_pretrained(tmp_path / "base")

@@ -212,7 +212,7 @@ def test_an_answer_is_the_text_at_its_place(tiny_bert: Path) -> None:
 
 
 def test_the_loss_of_one_window_is_that_of_transformers(tiny_bert: Path) -> None:
-    """Of transformers with the tokens that are no choices masked."""
+    """transformers masks the tokens that cannot be chosen."""
     table = task_cases.questions(12).take(pa.array([1, 2, 3, 4, 6, 7]))
     spec = replace(ASKED, max_length=64)
     _, batch, wanted, _ = golden(table, tiny_bert, spec)
