@@ -94,7 +94,7 @@ def _billion(named: dict[str, Rows]) -> str:
         "rows of a chunk; chunks": f"{CHUNK_ROWS:,}; {chunks:,}",
         "plan: cutting": f"{at('plan_s'):.1f} s",
         f"sha256 of the input, {gib:.0f} GiB": spread("hashing", "mib", gib * 1024),
-        f"is the key unique (only with `key`); {ROWS * 8 / 2**30:.1f} GiB of temporary disk": spread("keys", "rows", ROWS),
+        f"is the key unique (with `key`); {ROWS * 8 / 2**30:.1f} GiB of temporary disk": spread("keys", "rows", ROWS),
         "`verify`": spread("verify", "rows", ROWS),
         "begin; commit": f"{at('begin_s'):.1f} s; {at('commit_s'):.1f} s",
         "plan.json; commit.json": f"{at('plan_mib'):.1f} MiB; {at('record_mib'):.1f} MiB",

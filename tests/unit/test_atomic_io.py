@@ -47,7 +47,7 @@ def test_temporary_names_are_hidden_and_never_the_same(tmp_path: Path) -> None:
 
 
 def test_no_temporary_name_is_made_of_a_process_id() -> None:
-    """Every file of the source uses `durable.temporary`, or a random name."""
+    """Every file of the source uses `atomic_io.temporary_path`, or a random name."""
     named = re.compile(r"getpid\(\)[^\n]*\.tmp|\.tmp[^\n]*getpid\(\)")
     source = Path(torchlake.__file__).parent
     assert [path.name for path in source.rglob("*.py") if named.search(path.read_text(encoding="utf-8"))] == []
