@@ -38,11 +38,14 @@ def main() -> None:
     parser.add_argument("table", help="Parquet file or folder")
     parser.add_argument("output")
     parser.add_argument("--numbers", nargs="+", default=[], help="columns to scale and put together")
+    parser.add_argument("--prefix", default="", help="before the names of predicted columns, if the table has a label")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gpus-per-process", type=float)
     args = parser.parse_args()
 
-    tokenize, score = tl.ray_stages(args.model, processes=args.processes, gpus_per_process=args.gpus_per_process)
+    tokenize, score = tl.ray_stages(
+        args.model, prefix=args.prefix, processes=args.processes, gpus_per_process=args.gpus_per_process
+    )
     rows = ray.data.read_parquet(args.table)
     if args.numbers:
         means = {name: rows.mean(name) for name in args.numbers}

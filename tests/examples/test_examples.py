@@ -94,10 +94,7 @@ def test_a_pipeline_of_ones_own_scores_every_row(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reviews = (
-        tiny.reviews(50)
-        .drop_columns("label")
-        .append_column("price", [[float(n) for n in range(50)]])
-        .append_column("stars", [[3] * 50])
+        tiny.reviews(50).append_column("price", [[float(n) for n in range(50)]]).append_column("stars", [[3] * 50])
     )
     pq.write_table(reviews, tmp_path / "in.parquet")
     run_example(
@@ -109,10 +106,13 @@ def test_a_pipeline_of_ones_own_scores_every_row(
         "--numbers",
         "price",
         "stars",
+        "--prefix",
+        "predicted_",
     )
     rows = pq.read_table(tmp_path / "out").sort_by("id")
-    expected = torchlake.predict(tiny_model, reviews, engine=tiny.Here())
-    assert rows["label"].to_pylist() != []
+    expected = torchlake.predict(tiny_model, reviews, prefix="predicted_", engine=tiny.Here()).sort_by("id")
+    assert rows["predicted_label"].to_pylist() == expected["predicted_label"].to_pylist()
+    assert rows["label"].to_pylist() == expected["label"].to_pylist()
     assert rows.num_rows == 50
     features = rows["features"].to_pylist()
     assert sum(first for first, _ in features) == pytest.approx(0, abs=1e-9)
