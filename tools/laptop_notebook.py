@@ -29,10 +29,13 @@ def execute(path: Path, folder: Path) -> NotebookNode:
 
 
 def shape(notebook: NotebookNode) -> list[list[tuple[str, str]]]:
-    """Return the outputs of each code cell as kinds and texts; numbers, widths and lengths of bars are left out."""
+    """Return the outputs of each code cell as kinds and texts; numbers, widths and lengths of bars are left out.
+
+    So is the rate, for which a bar has room only where it has few digits.
+    """
     return [
         [
-            (kind, re.sub(r"[\s━╸╺-]+", " ", re.sub(r"[\d.,:]+", "0", text)).strip())
+            (kind, re.sub(r"( 0 tokens/s|[\s━╸╺-])+", " ", re.sub(r"[\d.,:]+", "0", text)).strip())
             for output in cell.outputs
             for kind, text in sorted((output.get("data") or {output.name: output.text}).items())
         ]
