@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def _link(building: Path, path: Path) -> None:
         if path.exists():
             raise FileExistsError(path) from error
         os.replace(building, path)
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder in a shared one, such as /tmp, that only this user can read and write.
+
+    Raises StorageError if a link or another user's folder has its name: whoever made it could read what is stored
+    there, or put other files in its place.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StorageError(
+            f"{path}: is not a folder of this user, so nothing is stored in it. Remove it, or set TMPDIR to a folder of "
+            "your own."
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:  # an earlier version made it with the permissions of the umask
+        path.chmod(0o700)
 
 
 def make_folder(path: Path) -> None:

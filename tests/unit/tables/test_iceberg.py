@@ -141,7 +141,8 @@ def test_a_snapshot_is_read_and_recorded(catalog: SqlCatalog) -> None:
         assert read(f"{NAME}@{ref}")["id"].to_pylist() == [1, 2]
     assert sorted(read(table.metadata_location)["id"].to_pylist()) == [1, 2, 3]
     plan = plan_chunks(open_table(f"{NAME}@v1"), columns=["id"])
-    assert plan.sources == ({"kind": "iceberg", "table": "lake.films.reviews", "version": first},)
+    (source,) = plan.sources
+    assert (source["kind"], source["table"], source["version"]) == ("iceberg", "lake.films.reviews", first)
 
 
 def test_partition_columns_and_hidden_partitions(catalog: SqlCatalog) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
+from torchlake import atomic_io
 from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.storage.urls import is_url
@@ -57,7 +58,8 @@ def reading_ahead(
     """
     journal, parts = Path(workspace.journal), workspace.parts
     if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
-        journal.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.make_private_folder(journal.parents[1])
+        journal.parent.mkdir(exist_ok=True)
 
     def start(chunk: Chunk, attempt: Attempt) -> Read:
         try:

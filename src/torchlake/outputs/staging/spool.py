@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.outputs.staging import folders as staging
+from torchlake.outputs.staging.state import make_temporary_root
 from torchlake.storage.lease import acquire
 from torchlake.tables.sources import streams
 
@@ -28,6 +29,7 @@ def spooled(source: Any, output: Path) -> Iterator[Any]:
         yield source
         return
     folder = output.with_name(f".{output.name}.input")
+    make_temporary_root(folder)
     staging.vacuum(folder)
     lease = acquire(folder, LEASE_S, name=str(output))
     try:

@@ -117,6 +117,7 @@ class StoredState:
             self._lease = acquire(self._objects, lease_s, name=name)
         except StorageError as error:
             raise OutputError(f"{name}: cannot be written: {error}") from error
+        make_temporary_root(self.folder)
         (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -154,8 +155,21 @@ JobState = LocalState | StoredState
 
 
 def temporary_folder(name: str) -> Path:
-    """Return a folder of this user on this machine, for the files of an output that is not on this machine."""
-    return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / atomic_io.fingerprint(name)[:16]
+    """Return a folder on this machine for the files of an output that is not on it; see `make_temporary_root`."""
+    return _temporary_root() / atomic_io.fingerprint(name)[:16]
+
+
+def make_temporary_root(folder: Path) -> None:
+    """Create the folder that all temporary folders of this user are in, if `folder` is one of them.
+
+    Other users cannot read it. Raises StorageError if another user has made a folder or link of its name.
+    """
+    if folder.parent == _temporary_root():
+        atomic_io.make_private_folder(folder.parent)
+
+
+def _temporary_root() -> Path:
+    return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}"
 
 
 def state_of(target: Target) -> JobState:
