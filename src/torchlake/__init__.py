@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchlake.planning.plan import Plan, plan
     from torchlake.reporting.doctor import Diagnosis, doctor
     from torchlake.reporting.report import report
+    from torchlake.scoring.batches import for_each_batch
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
@@ -68,6 +69,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export",
+    "for_each_batch",
     "launch",
     "load",
     "log_model",
@@ -108,6 +110,7 @@ _MODULES = {
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "export": "exporting.export",
+    "for_each_batch": "scoring.batches",
     "launch": "launching.launch",
     "load": "scoring.in_process",
     "log_model": "exporting.mlflow_model",

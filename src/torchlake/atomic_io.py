@@ -116,8 +116,8 @@ def make_private_folder(path: Path) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise StorageError(
-            f"{path}: is not a folder of this user, so nothing is stored in it. Remove it, or set TMPDIR to a folder of "
-            "your own."
+            f"{path}: is not a folder of this user, so nothing is stored in it. Remove it, or set TMPDIR to a folder "
+            "of your own."
         )
     if stat.S_IMODE(found.st_mode) & 0o077:  # an earlier version made it with the permissions of the umask
         path.chmod(0o700)

@@ -80,6 +80,9 @@ class JobArguments(ReadArguments, total=False):
         ),
     ]
     incremental: Annotated[bool, _output(None, "Score what is new since the last call, and add it.")]
+    commit_id: Annotated[
+        str, _output("NAME", "Name this commit: a call with a name that was committed does nothing, whatever its rows.")
+    ]
     partition_by: Annotated[str | Sequence[str], _output("A,B", "Partition columns of a new table.")]
     add_columns: Annotated[bool, _output(None, "Add columns that the table lacks.")]
     target_file_size: Annotated[int | str | None, _output("SIZE", "Write files of about this size, such as 256MiB.")]

@@ -182,7 +182,7 @@ class Spark(Engine):
 
     def materialize(self, frame: Any, folder: str) -> None:
         """Write the files from Spark's tasks: all executors must be able to access the folder."""
-        frame.write.parquet(Path(folder).absolute().as_uri())
+        frame.write.parquet(f"file://{Path(folder).absolute()}")  # Hadoop takes a percent sign as it is
 
 
 def _map_task(payload: bytes, driver: Driver, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:

@@ -27,6 +27,8 @@ class OutputOptions:
     accept_removed_input: bool = False
     on_bad_file: Literal["error", "quarantine"] = "error"
     incremental: bool = False
+    commit_id: str | None = None
+    "The caller's name of the commit; None: it is named by the input and the settings."
     read: ReadOptions = field(default_factory=ReadOptions)
     sink: SinkOptions = field(default_factory=SinkOptions)
 
@@ -43,6 +45,8 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
         raise UsageError("incremental adds what is new: use mode create or append, and leave out overwrite.")
     if options.get("incremental") and read.asked.keys() & {"sample", "limit"}:
         raise UsageError("incremental reads every new row: leave out sample and limit.")
+    if options.get("commit_id") == "" or (options.get("commit_id") and options.get("incremental")):
+        raise UsageError("commit_id names one commit: give a name, and leave out incremental, which makes its own.")
     if options.get("overwrite"):
         sink = replace(sink, mode="overwrite")
     return OutputOptions(**options, read=read, sink=sink)

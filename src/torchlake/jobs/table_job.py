@@ -118,6 +118,7 @@ def _commit_rows(
         fingerprint=fingerprint,
         schema=schema,
         key=work.key,
+        commit_id=options.commit_id,
         allowed=AllowedChanges(
             overwrite=options.overwrite,
             new_input=options.accept_new_input,

@@ -31,9 +31,13 @@ from torchlake.storage.urls import is_url
 from torchlake.tables.plan import InputFile, plan_from_json, plan_to_json
 
 
-def commit_id(job: JobSpec, basis: str = "") -> str:
-    """Return the id of a job's commit: the same for the same rows. `basis` distinguishes repeated overwrites."""
-    return atomic_io.fingerprint([job.plan.id, job.fingerprint, *([basis] if basis else [])])[:32]
+def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
+    """Return the id of a job's commit: the same for the same rows, or for the same name that the caller has `given`.
+
+    `basis` distinguishes commits that are made again, such as repeated overwrites.
+    """
+    what = [job.plan.id, job.fingerprint] if given is None else ["named", given]
+    return atomic_io.fingerprint([*what, *([basis] if basis else [])])[:32]
 
 
 class Earlier(NamedTuple):
@@ -187,24 +191,40 @@ def _finished(found: _Found) -> dict[str, Any] | None:
         thorough = request.allowed.overwrite and target.staged  # not all of a bucket, which would be downloaded
         done = published is not None and _is_result(found, job, thorough=thorough)
         return published.record if published is not None and done else None
-    mode = target.options.mode
     # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
-    # that are added have one id per job, which is found even if other commits came after it.
-    names = [commit_id(job)] if mode != "overwrite" else []
+    # that are added have one id per job, which is found even if other commits came after it. So has a named commit.
+    given, replaces = request.commit_id, target.options.mode == "overwrite" and not request.commit_id
+    names = [] if replaces else [commit_id(job, given)]
     if _is_lost(found, names):  # written again later, with another id
         names = stored_commits(target.root)
     for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
         record = read_record(target, name) if target.has(snapshot, name) else None
-        if record is None or record["plan"] != job.plan.id or record["fingerprint"] != job.fingerprint:
-            continue
-        if _is_lost(found, [name]):
+        if record is None or not _is_commit(found, record) or _is_lost(found, [name]):
             continue
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
         # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
         # written again.
-        if mode != "overwrite" or target.has(snapshot, name, record):
+        if not replaces or target.has(snapshot, name, record):
             return record
     return None
+
+
+def _is_commit(found: _Found, record: Mapping[str, Any]) -> bool:
+    """Return whether a record is that of the job's commit: of the same rows, or of the name that the caller gave.
+
+    Raises FingerprintError if another job has used the name.
+    """
+    given, job = found.request.commit_id, found.job
+    if given is None or record.get("commit_id") != given:
+        return given is None and record["plan"] == job.plan.id and bool(record["fingerprint"] == job.fingerprint)
+    before = JobSpec(job.plan, record["fingerprint"])
+    if different := differences(before, job):
+        raise FingerprintError(
+            f"{found.target.shown}: the commit {given!r} was made by another job:\n  "
+            + "\n  ".join(different)
+            + "\nGive this commit another name (commit_id), or the earlier settings."
+        )
+    return True
 
 
 def _is_lost(found: _Found, names: Sequence[str]) -> bool:
@@ -217,7 +237,10 @@ def _is_lost(found: _Found, names: Sequence[str]) -> bool:
 def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
     """Return whether a folder is the result of a job and has all parts."""
     published = found.published
-    if published is None or published.record is None or not is_same(published, job):
+    if published is None or published.record is None:
+        return False
+    named = found.request.commit_id is not None and job is found.job
+    if not (_is_commit(found, published.record) if named else is_same(published, job)):
         return False
     return damage(found.target, published.record, thorough=thorough) is None
 
@@ -232,6 +255,11 @@ def _check(found: _Found) -> None:
     refuse_differences(target.shown, published, job, "replaces it", request.allowed)
     if not any(input_changes(published.plan, job.plan)):
         problem = damage(target, published.record, thorough=False)
+        if problem is None:  # the same rows under another name
+            named = published.record.get("commit_id")
+            raise FingerprintError(
+                f"{target.shown}: has the commit {named!r}. Give another output, or --overwrite to replace it."
+            )
         raise OutputError(f"{target.shown}: is damaged: {problem}. --overwrite writes it again.")
 
 
@@ -305,9 +333,10 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
     # append of the same rows must never be a new commit, so its id depends on the job alone, unless all rows of that
     # commit are gone: the target would not commit its id again.
-    again = target.options.mode == "overwrite" or target.reusable or _is_lost(found, [commit_id(job)])
-    basis = snapshot.version if again else ""
-    name = name or commit_id(job, basis)
+    given = found.request.commit_id
+    replaces = (target.options.mode == "overwrite" and given is None) or target.reusable
+    basis = snapshot.version if replaces or _is_lost(found, [commit_id(job, given)]) else ""
+    name = name or commit_id(job, given, basis)
     return _transaction(
         found,
         state,
@@ -324,6 +353,9 @@ def _continues(found: _Found, stored: _Interrupted) -> bool:
     Raises FingerprintError if the write is of another job and may not be discarded.
     """
     target, allowed = found.target, found.request.allowed
+    if found.request.commit_id is not None:
+        # A batch that is repeated may have its rows in another order: then they are computed again.
+        allowed = replace(allowed, new_input=True, removed_input=True)
     try:
         refuse_differences(f"{target.shown}: an interrupted write", stored.job, found.job, "discards it", allowed)
     except FingerprintError:

@@ -56,6 +56,8 @@ class WriteRequest:
     schema: pa.Schema
     "The schema of the output."
     key: str | None = None
+    commit_id: str | None = None
+    "The caller's name of the commit: once it is made, the rows of another request with this name are not written."
     deleted_keys: pa.Array | None = None
     "Keys whose rows are removed, besides those that are replaced."
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -171,6 +173,7 @@ class Transaction:
         record = commit_record(
             self.job, files, schema, provenance, quarantined=request.quarantined, removed=self.removed
         )
+        record |= {"commit_id": request.commit_id} if request.commit_id else {}
         if not self.target.staged:
             record |= {"commit": self.id, "mode": options.mode, "output": self.target.shown}
             record |= {"positions": dict(request.positions)} if request.positions else {}

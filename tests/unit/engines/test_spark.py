@@ -142,6 +142,33 @@ def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSessio
     assert spark.read.parquet(str(sink)).count() == spark.read.parquet(str(tmp_path / "direct")).count() == 6
 
 
+def test_each_batch_of_a_stream_is_written_once_also_if_it_is_repeated(
+    tiny_model: Path, tmp_path: Path, spark: SparkSession
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for number in range(2):
+        pq.write_table(
+            tiny.reviews(6).set_column(0, "id", [range(number * 6, number * 6 + 6)]), source / f"{number}.parquet"
+        )
+    stream = spark.readStream.schema("id long, text string, label string").option("maxFilesPerTrigger", 1)
+    for name, options in (("delta", {"format": "delta"}), ("folder", {})):
+        write = tl.for_each_batch(tiny_model, tmp_path / name, key="id", **options)
+
+        def twice(batch: DataFrame, number: int, write: Any = write) -> None:
+            write(batch, number)
+            write(batch.orderBy(F.col("id").desc()), number)
+
+        query = stream.parquet(str(source)).writeStream.foreachBatch(twice).trigger(availableNow=True)
+        query.option("checkpointLocation", str(tmp_path / f"checkpoint-{name}")).start().awaitTermination()
+    assert sorted(tl.open(tmp_path / "delta").to_table()["id"].to_pylist()) == list(range(12))
+    assert sorted(row["id"] for row in spark.read.parquet(str(tmp_path / "folder")).collect()) == list(range(12))
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == [], "nothing is left"
+    for name in ("incremental", "commit_id", "limit"):
+        with pytest.raises(UsageError, match=f"for_each_batch: {name}: not for the batches of a stream"):
+            tl.for_each_batch(tiny_model, tmp_path / "delta", key="id", **{name: 1})
+
+
 def test_what_a_frame_cannot_be_asked_is_refused_before_any_work(tiny_model: Path, frame: DataFrame) -> None:
     with pytest.raises(UsageError, match="predict returns a spark frame with predictions"):
         tl.predict(tiny_model, frame, "out")

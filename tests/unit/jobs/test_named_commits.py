@@ -1,0 +1,158 @@
+"""A commit that the caller names is made once, whatever becomes of the order of its rows and of its first attempt."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyiceberg.catalog
+import pytest
+from deltalake import DeltaTable
+from pyiceberg.utils.config import Config
+
+import tiny
+import torchlake as tl
+from torchlake.errors import FingerprintError, TorchlakeError, UsageError
+
+TABLES = ["delta", "iceberg"]
+
+
+def rows(batch: int, order: int = 1) -> pa.Table:
+    ids = list(range(batch * 20, batch * 20 + 20))[::order]
+    return pa.table({"id": pa.array(ids, pa.int64()), "text": [f"film {number}" for number in ids]})
+
+
+def make_function() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"same": batch["text"]})
+
+
+def dying_function() -> Callable[[pa.Table], pa.Table]:
+    def run(batch: pa.Table) -> pa.Table:
+        if 27 in batch["id"].to_pylist():
+            raise KeyboardInterrupt
+        return pa.table({"same": batch["text"]})
+
+    return run
+
+
+def write(output: str, table: pa.Table, name: str | None, function: Any = make_function, **options: Any) -> int:
+    given: dict[str, Any] = {"version": "1", "batch_rows": 5, "chunk_rows": 5, **options}
+    if "columns" not in given:
+        given["columns"] = ["id", "text"]
+    if name is not None:
+        given["commit_id"] = name
+    schema = {"same": pa.string()}
+    # A function's name is a part of its identity: both are called the same here.
+    function.__qualname__ = "make_function"
+    return tl.map(function, table, output, schema=schema, key="id", engine=tiny.Here(), **given).rows_out
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], tuple[str, dict[str, Any]]]]:
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/warehouse")
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+    lake = pyiceberg.catalog.load_catalog("lake")
+    lake.create_namespace("films")
+
+    def found(kind: str) -> tuple[str, dict[str, Any]]:
+        if kind == "iceberg":
+            return "iceberg:lake.films.out", {}
+        return str(tmp_path / "out"), {"format": "delta"}
+
+    yield found
+    lake.close()
+
+
+def ids(output: str) -> Counter[int]:
+    return Counter(tl.open(output).to_table(columns=["id"])["id"].to_pylist())
+
+
+@pytest.mark.parametrize("mode", ["append", "replace-where"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_batch_that_is_repeated_in_another_order_is_written_once(place: Any, kind: str, mode: str) -> None:
+    output, options = place(kind)
+    for batch, order in ((0, 1), (1, 1), (1, 1), (1, -1), (0, -1), (2, -1)):
+        assert write(output, rows(batch, order), f"query-{batch}", mode=mode, **options) == 20
+    assert ids(output) == Counter(range(60))
+    assert tl.verify(output).problems == []
+    with pytest.raises(FingerprintError, match=r"the commit 'query-1' was made by another job:\n  version: '1' -> '2'"):
+        write(output, rows(1), "query-1", mode=mode, **{**options, "version": "2"})
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_batch_whose_first_attempt_was_interrupted_goes_on_in_any_order(place: Any, kind: str) -> None:
+    output, options = place(kind)
+    write(output, rows(0), "query-0", mode="append", **options)
+    with pytest.raises(KeyboardInterrupt):
+        write(output, rows(1), "query-1", dying_function, mode="append", **options)
+    assert ids(output) == Counter(range(20))
+    write(output, rows(1, -1), "query-1", mode="append", **options)
+    write(output, rows(1), "query-1", mode="append", **options)
+    assert ids(output) == Counter(range(40))
+
+
+def test_a_folder_is_one_commit(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    for order in (1, -1):
+        assert write(output, rows(0, order), "query-0") == 20
+    assert ids(output) == Counter(range(20))
+    with pytest.raises(FingerprintError, match="the input has changed"):
+        write(output, rows(1), "query-1")
+    with pytest.raises(FingerprintError, match="has the commit 'query-0'"):
+        write(output, rows(0), "query-7")
+    assert write(output, rows(1), "query-1", overwrite=True) == 20
+    assert ids(output) == Counter(range(20, 40))
+
+
+def test_a_commit_lives_as_long_as_its_rows(place: Any) -> None:
+    """After a RESTORE or a deletion by others the rows of a commit are gone: the job writes them again."""
+    output, options = place("delta")
+    write(output, rows(0), "query-0", mode="append", **options)
+    first = DeltaTable(output).version()
+    write(output, rows(1), "query-1", mode="append", **options)
+    DeltaTable(output).optimize.compact()
+    assert write(output, rows(1), "query-1", mode="append", **options) == 20
+    assert ids(output) == Counter(range(40)), "a compaction moves rows"
+    DeltaTable(output).restore(first)
+    assert ids(output) == Counter(range(20))
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+    DeltaTable(output).delete("id >= 20")
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+    assert tl.verify(output).problems == []
+    DeltaTable(output).delete()
+    for _ in range(2):
+        for batch in (0, 1):
+            write(output, rows(batch), f"query-{batch}", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+
+
+def test_iceberg_commits_live_as_long_as_their_rows(place: Any) -> None:
+    output, options = place("iceberg")
+    lake = pyiceberg.catalog.load_catalog("lake")
+    for batch in (0, 1):
+        write(output, rows(batch), f"query-{batch}", mode="append", **options)
+    first = lake.load_table("films.out").history()[0].snapshot_id
+    with lake.load_table("films.out").manage_snapshots() as manage:
+        manage.set_current_snapshot(first)
+    assert ids(output) == Counter(range(20))
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+    lake.load_table("films.out").delete("id >= 20")
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+    lake.close()
+
+
+def test_names_are_given_and_not_for_increments(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="commit_id names one commit"):
+        write(str(tmp_path / "out"), rows(0), "", format="delta")
+    with pytest.raises(TorchlakeError, match="commit_id names one commit"):
+        write(str(tmp_path / "out"), rows(0), "a", format="delta", incremental=True)
