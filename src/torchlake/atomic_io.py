@@ -108,8 +108,8 @@ def _link(building: Path, path: Path) -> None:
 def make_private_folder(path: Path) -> None:
     """Create a folder in a shared one, such as /tmp, that only this user can read and write.
 
-    Raises StorageError if a link or another user's folder has its name: whoever made it could read what is stored
-    there, or put other files in its place.
+    Raises StorageError if a link or another user's folder has its name: its owner could read what is stored there, or
+    put other files in its place.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import torchlake
 from torchlake import atomic_io
 from torchlake.config.job import load_job
+from torchlake.errors import StorageError
 from torchlake.models import load
 from torchlake.runs import folder
 from torchlake.storage import lease
@@ -86,3 +87,20 @@ def test_what_killed_writers_left_is_removed_where_the_next_one_begins(
     spec = load.load_spec(tiny_model)
     load.save_model_folder(tmp_path / "model", model, model.config, tokenizer, spec, card={})
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_private_folder_is_of_this_user_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    atomic_io.make_private_folder(folder)
+    atomic_io.make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    atomic_io.make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700, "of an earlier version"
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(StorageError, match="is not a folder of this user"):
+        atomic_io.make_private_folder(link)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="is not a folder of this user"):
+        atomic_io.make_private_folder(tmp_path / "file")

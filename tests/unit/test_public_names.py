@@ -34,6 +34,7 @@ PUBLIC = {
     "errors",
     "evaluate",
     "export",
+    "for_each_batch",
     "launch",
     "load",
     "log_model",

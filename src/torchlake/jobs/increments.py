@@ -266,5 +266,5 @@ def _problem(before: InputFile, now: InputFile | None) -> str:
         return f"{now.path}: has changed since its rows were added."
     # A folder that was moved has the same files at other paths; two folders have two files.
     if now.path != before.path and (is_url(before.path) or os.path.exists(before.path)):
-        return f"{now.path}: is another file than {before.path}, which has the same name and whose rows were added."
+        return f"{now.path}: is not {before.path}, a file of the same name whose rows were added."
     return ""

@@ -108,8 +108,8 @@ def map(
     `engine` is where the processes run (default: one per core of this machine); `gpus_per_process` GPUs are for each of
     them (default: 0). `where`, `sample`, `limit`, `seed`, `csv`, `chunk_rows`, `overwrite`, `accept_new_input`,
     `accept_removed_input`, `on_bad_file` and `max_error_rate` are those of `predict`, as are the kinds of `table` and
-    `output` (Parquet folders, Delta and Iceberg tables) and their `format`, `mode`, `partition_by`, `add_columns` and
-    `target_file_size`.
+    `output` (Parquet folders, Delta and Iceberg tables) and their `format`, `mode`, `incremental`, `commit_id`,
+    `partition_by`, `add_columns` and `target_file_size`.
 
     Raises TooManyErrors when more than `max_error_rate` (default: 0.5) of the rows fail (nothing is published, finished
     chunks are kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it,

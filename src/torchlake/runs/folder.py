@@ -20,7 +20,6 @@ from torchlake.checkpoints import location
 from torchlake.config.job import Job, flat, job_to_yaml, load_job
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
-from torchlake.models.folders import model_hash
 from torchlake.outputs.find import folder_output
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
@@ -220,7 +219,7 @@ def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
     return load_job(job, data=found) if found else job
 
 
-def check_base(folder: Path, base: Path | None, *, begun: bool) -> None:
+def check_base(folder: Path, base: Path | None, base_hash: str, *, begun: bool) -> None:
     """Record the hash of the base model when a run begins. Raises FingerprintError if it is another one by now.
 
     Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base again.
@@ -228,7 +227,7 @@ def check_base(folder: Path, base: Path | None, *, begun: bool) -> None:
     path = folder / BASE
     if base is None:
         return
-    found = {"model": model_hash(base)}
+    found = {"model": base_hash}
     if begun and path.exists():
         if atomic_io.read_json(path) != found:
             raise FingerprintError(

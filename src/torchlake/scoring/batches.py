@@ -1,4 +1,4 @@
-"""Score the batches of a Spark stream, each exactly once, also if Spark repeats one.
+"""Score the batches of a Spark stream, each exactly once, even if Spark repeats one.
 
     batch of the stream -> Parquet files, by Spark's tasks -> predict with the batch's name as the name of its commit
 
@@ -60,7 +60,7 @@ def for_each_batch(
     """
     refused = [name for name in REFUSED if name in options]
     if refused:
-        raise UsageError(f"for_each_batch: {', '.join(refused)}: not for the batches of a stream. Leave it out.")
+        raise UsageError(f"{', '.join(refused)}: not for the batches of a stream; leave it out of for_each_batch.")
     kind: Any = {"mode": "append", **options}
     whole = output_of(output, output_options({**options}).sink).target.reusable
 
@@ -83,7 +83,7 @@ def _query_of(frame: "DataFrame") -> str:
     if not type(frame).__module__.startswith("pyspark.sql.connect"):
         found = frame.sparkSession.sparkContext.getLocalProperty(QUERY_ID)
     if not found:
-        raise UsageError("for_each_batch: the id of the query is not known here. Name the query (query=).")
+        raise UsageError("The id of the query is not known here: name the query, for_each_batch(..., query='labels').")
     return str(found)
 
 
@@ -92,7 +92,7 @@ def _stored(frame: "DataFrame", name: str, output: Output, batches: str | Path |
     place = output.place
     parent = Path(batches) if batches is not None else place.parent
     if is_url(os.fspath(parent)):
-        raise UsageError("for_each_batch: batches is a folder by its path, which the driver and executors mount.")
+        raise UsageError("batches: expected the path of a folder that the driver and the executors share, not a URL.")
     make_temporary_root(place)
     folder = parent / f".{place.name}.batch-{atomic_io.fingerprint(name)[:16]}"
     # Spark writes the mark last. The rows of a batch are the same in each attempt; with these files, also their order

@@ -38,10 +38,9 @@ from torchlake.scoring.options import (
     split_options,
     with_export,
 )
-from torchlake.scoring.ranges import with_ranges
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
-from torchlake.scoring.worker import ScoredChunk, output_schema
+from torchlake.scoring.worker import ScoredChunk, output_schema, with_ranges
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
@@ -157,7 +156,9 @@ def predict(
 
     `incremental` scores only what is new since the last call with this output, a Delta or Iceberg table, and adds it:
     the versions of a Delta table since then, or new files. It does nothing if nothing is new. Rows of a Delta table
-    with a change data feed that were changed or deleted are followed by `key`.
+    with a change data feed that were changed or deleted are followed by `key`. An increment leaves the output as a full
+    run would; where it cannot, it is refused. `commit_id` names the commit: a call with a name that was committed does
+    nothing, so that a scheduler may repeat a batch, in any order of its rows.
 
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that

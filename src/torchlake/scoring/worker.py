@@ -3,12 +3,15 @@
     chunks   read and tokenize (in a thread, one chunk ahead of the model) -> score -> Parquet part
     tables   score -> the same table with the prediction columns added
     stages   add tokens to a table in one process, predictions in another
+    vectors  the lowest and highest value of each number of a vector, for vectors in 8 bits
 
 `scorer.py` does the scoring; `jobs/worker/read_ahead.py` reads the next chunk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +21,20 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
+from torchlake.engines import Engine, Resources
+from torchlake.errors import DataError
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
-from torchlake.scoring.scorer import Scorer, prepare_runtime
+from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
+from torchlake.tables.table import Table
 
 LENGTH = "length"
 "The column with a row's cost in a batch, if that is not its number of tokens."
@@ -55,6 +62,8 @@ class ScoredChunk(WrittenChunk):
     "Seconds of each step up to the end of the first batch of this process."
 
 
+RANGE_ROWS = 1_000
+"The rows of the input from whose vectors the ranges of 8 bits are computed."
 COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")
 "The counts of a scorer over all its chunks; a report has those of one chunk."
 
@@ -178,6 +187,44 @@ def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]]
         for runtime in runtimes:
             prepare_runtime(settings, runtime)
             yield runtime
+
+    return worker
+
+
+def with_ranges(
+    settings: ScoringSettings, source: Table, earlier: Mapping[str, Any], engine: Engine
+) -> ScoringSettings:
+    """Return the settings with ranges, if vectors are requested in 8 bits; `earlier` is the output's fingerprint.
+
+    They are found once per output: if they came from the vectors of a chunk, a row's numbers would depend on other
+    rows. An interrupted job, and one that adds to a table, use the recorded ones of the same model. Cost: scoring a
+    sample.
+
+    Raises DataError if no row of the sample has a vector.
+    """
+    if settings.embedding != "int8":
+        return settings
+    recorded = earlier.get("ranges")
+    if recorded is not None and earlier.get("model") == settings.model_hash:
+        return replace(settings, ranges=(tuple(recorded[0]), tuple(recorded[1])))
+    rows, _ = sample_rows(source, settings.spec.input_columns)
+    rows = rows.take(pa.array(evenly_spaced(len(rows), min(len(rows), RANGE_ROWS))))
+    worker = partial(_make_vector_worker, replace(settings, embedding="float32"))
+    memory = worker_memory(settings.model)
+    (ranges,) = engine.run_chunks(worker, [rows], resources=Resources(processes=1, memory=memory))
+    if ranges is None:
+        raise DataError(f"{source.source}: no row of the sample has a vector, from which the 8-bit ranges are computed")
+    return replace(settings, ranges=ranges)
+
+
+def _make_vector_worker(settings: ScoringSettings) -> Callable[[Iterator[pa.Table]], Iterator[Any]]:
+    scorer = Scorer(settings=settings)
+
+    def worker(tables: Iterator[pa.Table]) -> Iterator[Any]:
+        for table in tables:
+            vectors = scorer.task.read_answers(scorer.score(scorer.read(table, {})), scorer.spec)
+            vectors = vectors[np.isfinite(vectors).all(axis=1)]
+            yield (tuple(vectors.min(axis=0).tolist()), tuple(vectors.max(axis=0).tolist())) if len(vectors) else None
 
     return worker
 

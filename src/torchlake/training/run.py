@@ -21,7 +21,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, count, shown
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
 from torchlake.errors import ConfigError, DataError, FingerprintError, OutputError, TableError
-from torchlake.models.folders import base_folder
+from torchlake.models.folders import base_folder, model_hash
 from torchlake.optim import optimizers
 from torchlake.outputs.find import folder_output
 from torchlake.preparation import summary
@@ -103,7 +103,7 @@ def train_run(
             check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
             check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
-        run_folder.check_base(folder, base, begun=trained)
+        run_folder.check_base(folder, base, "" if base is None else model_hash(base), begun=trained)
         check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
@@ -165,7 +165,7 @@ def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any
         base = base_folder(job.model.base)
     except DataError:  # it was deleted since
         base = None
-    run_folder.check_base(folder, base, begun=True)
+    run_folder.check_base(folder, base, "" if base is None else model_hash(base), begun=True)
     log.info("%s: already complete, %d steps", folder, finished["steps"])
     with tracking.tracked(job, folder):  # send what the trackers missed
         pass

@@ -46,6 +46,7 @@ OPTIONS = {
             "--format",
             "--mode",
             "--incremental",
+            "--commit-id",
             "--partition-by",
             "--add-columns",
             "--target-file-size",

@@ -165,7 +165,7 @@ def test_each_batch_of_a_stream_is_written_once_also_if_it_is_repeated(
     assert sorted(row["id"] for row in spark.read.parquet(str(tmp_path / "folder")).collect()) == list(range(12))
     assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == [], "nothing is left"
     for name in ("incremental", "commit_id", "limit"):
-        with pytest.raises(UsageError, match=f"for_each_batch: {name}: not for the batches of a stream"):
+        with pytest.raises(UsageError, match=f"{name}: not for the batches of a stream"):
             tl.for_each_batch(tiny_model, tmp_path / "delta", key="id", **{name: 1})
 
 

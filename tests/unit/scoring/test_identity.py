@@ -1,0 +1,93 @@
+"""A model is its hash: what was made for one model notices another one in the same folder."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from torchlake.engines import _frames
+from torchlake.errors import FingerprintError
+from torchlake.models import folders
+from torchlake.processes.serialization import pack
+from torchlake.scoring.options import scoring_settings
+from torchlake.scoring.scorer import Scorer
+from torchlake.scoring.worker import make_reading_worker, make_table_worker
+
+ROWS = tiny.reviews(12).drop_columns("label")
+
+
+@pytest.fixture
+def models(tiny_bert: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A model folder, and another model that is put in its place."""
+    one = tiny.build_model(tmp_path / "one", encoder=tiny_bert)
+    other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=7)
+    return one, other
+
+
+def replace(models: tuple[Path, Path]) -> None:
+    one, other = models
+    shutil.rmtree(one)
+    shutil.copytree(other, one)
+
+
+def settings(model: Path) -> Any:
+    return scoring_settings(model, "eager", {}, text=None)[0]
+
+
+def test_a_worker_that_is_kept_is_not_used_for_another_model_of_the_folder(models: tuple[Path, Path]) -> None:
+    payloads = []
+    for _ in range(2):
+        made = settings(models[0])
+        payloads.append(pack(lambda made=made: make_table_worker(made)))
+        scored = _frames.cached_worker(payloads[-1])(ROWS)
+        assert scored.equals(tl.predict(models[0], ROWS, runtime="eager", engine=tiny.Here()))
+        replace(models)
+    assert payloads[0] != payloads[1]
+
+
+def test_a_process_that_finds_another_model_scores_nothing(models: tuple[Path, Path]) -> None:
+    made = settings(models[0])
+    Scorer(settings=made)
+    replace(models)
+    with pytest.raises(FingerprintError, match="the model was replaced after this job or function was made"):
+        Scorer(settings=made)
+    with pytest.raises(FingerprintError, match="the model was replaced"):
+        make_reading_worker(made)
+
+
+def test_a_record_has_the_hash_of_the_model_that_scored(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is replaced while the job runs: it ends, and nothing is published under either hash."""
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+
+    class Replacing(tiny.Here):
+        def run_chunks(self, make_worker: Any, chunks: Any, **options: Any) -> Any:
+            replace(models)
+            return super().run_chunks(make_worker, chunks, **options)
+
+    with pytest.raises(FingerprintError, match="the model was replaced"):
+        tl.predict(models[0], tmp_path / "in.parquet", tmp_path / "out", key="id", engine=Replacing())
+    assert not (tmp_path / "out").exists()
+    record = tl.predict(models[0], tmp_path / "in.parquet", tmp_path / "new", key="id", engine=tiny.Here()).record
+    assert record["fingerprint"]["model"] == folders.model_hash(models[0])
+
+
+def test_a_hash_is_computed_again_when_a_file_has_changed(tmp_path: Path) -> None:
+    """Also if its size and its time are those of before, as after `cp -p`."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    file.write_bytes(b"a" * 100)
+    status = file.stat()
+    first = folders.model_hash(folder)
+    assert folders.model_hash(folder) == first
+    (folder / "new").write_bytes(b"b" * 100)
+    (folder / "new").rename(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert folders.model_hash(folder) != first
