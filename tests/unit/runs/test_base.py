@@ -22,7 +22,7 @@ def test_a_run_does_not_continue_with_another_base_model(tiny_bert: Path, tmp_pa
             run=tmp_path / "run",
             data={"train": str(tmp_path / "in.parquet"), "validation": None, "text": "text", "label": "label"},
             model={"base": str(base), "task": "text_classification", "freeze": "body"},
-            train={"epochs": 1, "batch_size": 8},
+            train={"epochs": 4, "batch_size": 8},
             on_step=(lambda line: line["step"] >= 2) if stop else None,
         )
 
