@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import PredictOptions
+from torchlake.config.options import JobArguments, PredictOptions, ReadArguments
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
@@ -181,6 +181,17 @@ def check_options(given: Mapping[str, Any]) -> None:
     """Raise UsageError for a value of the wrong type or out of range."""
     check_arguments(given, PredictOptions.__annotations__)
     check_values(given, counts=("batch_tokens", "gpus_per_process"))
+
+
+def refuse_for_frames(given: Mapping[str, Any], native: str | None) -> None:
+    """Raise UsageError for options of an output, or of a job with processes of its own: a frame has neither.
+
+    A frame in memory is checked for its share of failed rows; a lazy one of an engine (`native`) is not counted.
+    """
+    taken = {"max_error_rate", *ReadArguments.__annotations__} - ({"max_error_rate"} if native else set())
+    refused = [name for name in JobArguments.__annotations__ if given.get(name) and name not in taken]
+    if refused:
+        raise UsageError(f"{', '.join(refused)}: for a stored table and its output; a frame comes back as a frame.")
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:

@@ -34,6 +34,7 @@ from torchlake.scoring.options import (
     checked_input,
     fingerprint_of,
     refuse_collisions,
+    refuse_for_frames,
     scoring_settings,
     split_options,
     with_export,
@@ -203,6 +204,7 @@ def predict(
                 f"predict returns a {native} frame with predictions. Write that with {native}, or save the frame as "
                 "Parquet first and score that into an output folder."
             )
+        refuse_for_frames(options, native)
         return _predict_frame(table, native, settings, spec, engine, output_options)
     if place is None:
         raise UsageError(

@@ -42,6 +42,15 @@ SCORES = ".scores"
 "Added to the name of the output: the folder with the scores."
 SCORE, RANK = "score", "rank"
 WRITTEN = ("truncated", "error")
+OWN = {
+    "prefix": "whose columns are score and rank",
+    "all_probabilities": "whose score is that of one class (relevant=)",
+    "text_pair": "which has document=",
+    "commit_id": "which makes two commits",
+}
+"Options of `predict` that `rank` does not have, and why."
+BOTH = ("overwrite", "accept_new_input", "accept_removed_input", "target_file_size", "chunk_rows")
+"Options that apply to the output with the ranks as to that with the scores."
 
 
 def rank(
@@ -71,8 +80,9 @@ def rank(
 
     Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
-    if options.get("prefix"):
-        raise UsageError("rank has no prefix: its columns are score and rank.")
+    for name, instead in OWN.items():
+        if options.get(name):
+            raise UsageError(f"{name}: not for rank, {instead}.")
     spec = known_spec(folders.model_folder(model), options.get("task"))
     score = _score_column(spec, relevant, str(model))
     spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": document or spec.text_pair}
@@ -91,7 +101,7 @@ def rank(
     scores = str(output).rstrip("/") + SCORES
     scored: Scored = scoring(table, scores, key=key, columns=list(dict.fromkeys([query, *columns])))
     # The rows were scored within the limit of errors.
-    own = output_options({"overwrite": bool(options.get("overwrite")), "max_error_rate": 1.0})
+    own = output_options({name: spread[name] for name in BOTH if name in spread} | {"max_error_rate": 1.0})
     names = dict.fromkeys(["row_id" if key is None else key, query, *columns, score, *WRITTEN])
     work = _Ranking(scores=str(scored.path), query=query, score=score, columns=list(names))
     began = time.perf_counter()

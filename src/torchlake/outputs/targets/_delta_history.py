@@ -1,7 +1,7 @@
 """Whether the rows of a commit to a Delta table are still there, by the operations in the table's history.
 
 The log keeps the transaction of a commit for good, even if a RESTORE to an earlier version, an overwrite or a deletion
-by another program has removed its rows. Cost: reading the history, only for commits none of whose files the table lists.
+by another program has removed its rows. Cost: reading the history, for commits none of whose files the table lists.
 """
 
 from collections.abc import Callable, Mapping, Sequence

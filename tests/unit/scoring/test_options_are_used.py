@@ -1,0 +1,133 @@
+"""No option is accepted and ignored: it changes the result, is refused, or is known to have no effect on rows.
+
+A new option of `predict`, `map` or `rank` needs an entry here: what it does to a small job, by function.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from torchlake.config.options import PredictOptions
+from torchlake.errors import TorchlakeError
+from torchlake.jobs.map import MapOptions
+
+ROWS = tiny.reviews(12).drop_columns("label")
+CHANGES, REFUSED, NO_EFFECT = "changes", "refused", "no effect"
+# (value, what it does to a stored table with a Parquet folder as output, and what to a frame in memory)
+GIVEN: dict[str, tuple[Any, str, str]] = {
+    "where": ("id < 5", CHANGES, REFUSED),
+    "sample": (0.5, CHANGES, REFUSED),
+    "limit": (3, CHANGES, REFUSED),
+    "seed": (3, REFUSED, REFUSED),  # of a sample, or of sampled tokens
+    "csv": ({"delimiter": ";"}, REFUSED, REFUSED),
+    "on_bad_file": ("quarantine", NO_EFFECT, REFUSED),  # no file is bad
+    "accept_new_input": (True, NO_EFFECT, REFUSED),  # the output is new
+    "accept_removed_input": (True, NO_EFFECT, REFUSED),
+    "max_error_rate": (0.0, REFUSED, REFUSED),  # one row has no text
+    "overwrite": (True, NO_EFFECT, REFUSED),
+    "format": ("delta", CHANGES, REFUSED),
+    "mode": ("append", REFUSED, REFUSED),
+    "incremental": (True, REFUSED, REFUSED),
+    "commit_id": ("one", CHANGES, REFUSED),
+    "partition_by": (["text"], REFUSED, REFUSED),
+    "add_columns": (True, REFUSED, REFUSED),
+    "target_file_size": ("1MiB", NO_EFFECT, REFUSED),  # there is one chunk
+    "chunk_rows": (5, CHANGES, REFUSED),
+    "row_timeout_s": (30.0, NO_EFFECT, REFUSED),
+    "task": ("text_classification", NO_EFFECT, NO_EFFECT),
+    "task_options": ({"threshold": 0.5}, REFUSED, REFUSED),
+    "text_pair": ("text", REFUSED, REFUSED),
+    "inputs": ({"image": "text"}, REFUSED, REFUSED),
+    "prefix": ("is_", CHANGES, CHANGES),
+    "all_probabilities": (True, CHANGES, CHANGES),
+    "embedding": ("int8", REFUSED, REFUSED),
+    "null": ("score", CHANGES, CHANGES),
+    "batch_tokens": (64, CHANGES, NO_EFFECT),  # the names of files, which have the settings
+    "gpus_per_process": (2, REFUSED, REFUSED),
+    "max_new_tokens": (3, REFUSED, REFUSED),
+    "temperature": (0.5, REFUSED, REFUSED),
+    "top_k": (3, REFUSED, REFUSED),
+    "top_p": (0.5, REFUSED, REFUSED),
+    "stop": ("x", REFUSED, REFUSED),
+    "chat": (True, REFUSED, REFUSED),
+    "batch_rows": (5, CHANGES, NO_EFFECT),
+}
+MAPPED = {"gpus_per_process": NO_EFFECT, "max_error_rate": NO_EFFECT, "seed": NO_EFFECT}
+"What the function of `map` does otherwise: it fails for no row, and this engine has no GPUs to give."
+
+
+def make_function() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"same": batch["text"]})
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build_model(tmp_path_factory.mktemp("model") / "model", encoder=tiny_bert)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "in.parquet"
+    pq.write_table(rows(), path)
+    return path
+
+
+def rows() -> pa.Table:
+    return ROWS.set_column(1, "text", [[None, *ROWS["text"].to_pylist()[1:]]])
+
+
+def contents(folder: Path) -> Any:
+    """What a reader sees of an output: its kind, files and rows, and the name of its commit."""
+    dataset = tl.open(folder)
+    found = dataset.to_table()
+    names = sorted(path.name for path in folder.rglob("*.parquet"))
+    commits = [path.read_text() for path in folder.rglob("commit.json")]
+    named = any('"commit_id"' in text for text in commits)
+    kind = (folder / "_delta_log").exists()
+    return kind, found.schema, found.sort_by(found.column_names[0]).to_pylist(), names, named
+
+
+def effect(run: Callable[..., Any], name: str) -> str:
+    plain = run()
+    try:
+        given = run(**{name: GIVEN[name][0]})
+    except (TorchlakeError, TypeError):
+        return REFUSED
+    return NO_EFFECT if given == plain else CHANGES
+
+
+@pytest.mark.parametrize("name", sorted(PredictOptions.__annotations__))
+def test_options_of_predict(name: str, model: Path, table: Path, tmp_path: Path) -> None:
+    def stored(**options: Any) -> Any:
+        output = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        tl.predict(model, table, output, key="id", engine=tiny.Here(), **options)
+        return contents(output)
+
+    def frame(**options: Any) -> Any:
+        scored = tl.predict(model, rows(), engine=tiny.Here(), **options)
+        return scored.schema, scored.to_pylist()
+
+    _, of_table, of_frame = GIVEN[name]
+    assert effect(stored, name) == of_table
+    assert effect(frame, name) == of_frame
+
+
+@pytest.mark.parametrize("name", sorted({*MapOptions.__annotations__, *tl.map.__annotations__} & GIVEN.keys()))
+def test_options_of_map(name: str, table: Path, tmp_path: Path) -> None:
+    def stored(**options: Any) -> Any:
+        output = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        schema = {"same": pa.string()}
+        tl.map(make_function, table, output, schema=schema, columns=["text"], key="id", engine=tiny.Here(), **options)
+        return contents(output)
+
+    assert effect(stored, name) == MAPPED.get(name, GIVEN[name][1])
+
+
+def test_every_option_has_an_entry() -> None:
+    assert {*PredictOptions.__annotations__, *MapOptions.__annotations__} == GIVEN.keys()
