@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,9 +241,11 @@ def _put_in_place(temporary: Path, folder: Path, site: str) -> None:
 
 def _metric_line(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"| {name} | {value['value']:.4f} | {value['low']:.4f} to {value['high']:.4f} |"
-    return f"| {name} | {value:.4f} | |"
+        return f"| {_cell(name)} | {value['value']:.4f} | {value['low']:.4f} to {value['high']:.4f} |"
+    return f"| {_cell(name)} | {value:.4f} | |"
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    """Return a value as the text of one table cell: no line of its own, no other column, no HTML."""
+    text = " ".join(str(value).split())  # at every kind of line end and blank
+    return escape(text, quote=False).replace("|", "\\|")

@@ -98,8 +98,12 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
             return group.values[0]
         first = min(group.failures, key=lambda failed: (not failed.crashed, failed.when))
         # A rank that hangs in a collective first writes its stacks to standard error, which often shows why the others
-        # failed. SIGTERM then lets ranks end by themselves, and leaving the block kills those that do not.
-        for number, seconds in ((signal.SIGUSR1, DUMP_S), (signal.SIGTERM, STOP_S)):
+        # failed; a stop that was asked for needs no explanation. SIGTERM then lets ranks end by themselves, and leaving
+        # the block kills those that do not.
+        asked = all(isinstance(failed.error, Interrupted) for failed in group.failures)
+        if asked:
+            group.listen_for(DUMP_S)
+        for number, seconds in (*([] if asked else [(signal.SIGUSR1, DUMP_S)]), (signal.SIGTERM, STOP_S)):
             children.signal(number)
             group.listen_for(seconds)
         raise first.error
