@@ -213,7 +213,7 @@ def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
 def _check(found: _Found) -> None:
     """Raise unless the job, which is not complete, may write to the target."""
     target, request, job, snapshot, published = found
-    target.check(snapshot, request.schema, request.key)
+    target.check(snapshot, request.rows, request.key)
     check_positions(target, snapshot, request.positions)
     if published is None or published.record is None or request.allowed.overwrite:
         return

@@ -56,6 +56,8 @@ class WriteRequest:
     schema: pa.Schema
     "The schema of the output."
     key: str | None = None
+    never_null: str | None = None
+    "A column that has a value in each row, failed ones too, whatever its type says."
     deleted_keys: pa.Array | None = None
     "Keys whose rows are removed, besides those that are replaced."
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class WriteRequest:
     allowed: AllowedChanges = field(default_factory=AllowedChanges)
     lease_s: float = 60.0
     spread: Spread = in_process
+
+    @property
+    def rows(self) -> pa.Schema:
+        """The schema with what is known about nulls."""
+        return pa.schema([one.with_nullable(False) if one.name == self.never_null else one for one in self.schema])
 
 
 @dataclass(kw_only=True)

@@ -39,6 +39,10 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
 
     attempt = Attempt()
     denied = (exceptions.ForbiddenError, exceptions.UnauthorizedError, exceptions.BadRequestError)
+    permanent: tuple[type[Exception], ...] = (
+        exceptions.NoSuchTableError, exceptions.ValidationError, exceptions.ValidationException,
+        NotImplementedError, TypeError, LookupError, AttributeError,
+    )  # fmt: skip
 
     class Once(NoopCatalog):
         def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
@@ -52,6 +56,8 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
                 raise StorageError(
                     f"{'.'.join(table.name())}: the catalog refused the change: {first_line(error)}."
                 ) from error
+            except permanent as error:
+                raise refusal(".".join(table.name()), error) from error
             except Exception as error:  # from many libraries; the request may have been processed
                 raise CommitUnknown(first_line(error)) from error
 
@@ -99,9 +105,18 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
 def add_columns(catalog: Any, table: Any, columns: pa.Schema) -> None:
     """Add columns to a table. Raises Conflict if it changed meanwhile."""
     _, transaction = single_attempt(catalog, table)
-    with transaction.update_schema() as update:
-        update.union_by_name(columns)
+    try:
+        with transaction.update_schema() as update:
+            update.union_by_name(columns)
+    except Exception as error:  # nothing was sent to the catalog yet
+        raise refusal(".".join(table.name()), error) from error
     transaction.commit_transaction()
+
+
+def refusal(shown: str, error: Exception) -> OutputError:
+    """Return the error for a change that pyiceberg refuses, however often it is tried."""
+    why = redacted(first_line(error))
+    return OutputError(f"{shown}: the table refuses the rows or columns: {why}. Score into another table.")
 
 
 def checked_spec(shown: str, table: Any) -> tuple[str, ...]:

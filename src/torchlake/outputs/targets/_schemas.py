@@ -1,10 +1,11 @@
 """The columns that a table can hold: cast or refuse types that its format lacks, and check that rows fit the table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
+from torchlake.tables.types import children
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -48,7 +49,7 @@ def _stored(
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(inner(name, field.type)).remove_metadata() for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(inner(name, kind.key_type), inner(name, kind.item_type))
+        return pa.map_(inner(name, kind.key_type), kind.item_field.with_type(inner(name, kind.item_type)))
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz and "UTC")
     if kind in _WIDER:
@@ -68,11 +69,18 @@ def _stored(
 
 
 def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: bool) -> None:
-    """Raise OutputError unless the rows have the table's columns and types; `add_columns` allows additional columns."""
+    """Raise OutputError unless the rows have the table's columns and types, and values where it needs them.
+
+    `add_columns` allows additional columns.
+    """
     problems = []
+    names = {name.casefold(): name for name in table.names}
     for field in rows:
         if field.name not in table.names:
-            if not add_columns:
+            same = names.get(field.name.casefold())
+            if same is not None:  # engines that ignore case would find two columns
+                problems.append(f"its column {same!r} differs from {field.name!r} only by case")
+            elif not add_columns:
                 problems.append(f"it has no column {field.name!r} ({field.type})")
         elif not plain(table.field(field.name).type).equals(plain(field.type)):
             problems.append(
@@ -87,6 +95,30 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
             f"{where}: the rows do not fit the table: {'; '.join(problems)}. Choose columns, prefix or another "
             f"output{advice}."
         )
+    check_nulls(where, rows, table)
+
+
+def check_nulls(where: str, rows: pa.Schema, table: pa.Schema) -> None:
+    """Raise OutputError if a column of the rows may have nulls where the table, at any depth, allows none."""
+    shared = [(field, table.field(field.name)) for field in rows if field.name in table.names]
+    found = [place for field, there in shared for place in _nulls(field, there, field.name)]
+    if found:
+        raise OutputError(
+            f"{where}: the table needs a value (NOT NULL) in {', '.join(map(repr, found))}, but the rows may have null "
+            "there, for example in rows with an error. Let the column have nulls (ALTER TABLE ... ALTER COLUMN ... "
+            "DROP NOT NULL), or score into another table and insert its rows."
+        )
+
+
+def _nulls(field: pa.Field, there: pa.Field, place: str) -> Iterator[str]:
+    if field.nullable and not there.nullable:
+        yield place
+    own = children(field.type)
+    for number, inner in enumerate(children(there.type)):
+        named = next((one for one in own if one.name == inner.name), None) if pa.types.is_struct(field.type) else None
+        same = named or (own[number] if number < len(own) else None)
+        if same is not None:
+            yield from _nulls(same, inner, f"{place}.{inner.name}")
 
 
 def short(field: pa.Field) -> pa.Field:

@@ -22,7 +22,7 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, reads_log
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
     Attempt,
@@ -30,10 +30,11 @@ from torchlake.outputs.targets._iceberg_tables import (
     check_features,
     checked_spec,
     create_table,
+    refusal,
     single_attempt,
 )
 from torchlake.outputs.targets._schemas import check_fit, iceberg_schema, widened
-from torchlake.storage.errors import first_line
+from torchlake.storage.errors import first_line, library_errors
 from torchlake.storage.folders import folder_at
 from torchlake.tables.sources._catalogs import TableName, catalog_errors, opened_catalog, parse_name
 from torchlake.tables.sources.files import local_path
@@ -63,6 +64,7 @@ class IcebergSnapshot:
         return found
 
 
+@reads_log
 @dataclass(kw_only=True)
 class IcebergTarget:
     """A table of a catalog as an output."""
@@ -133,7 +135,7 @@ class IcebergTarget:
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
-        rows, table = _stored(schema), snapshot.table
+        rows, table = iceberg_schema(schema), snapshot.table
         if table is not None:
             check_features(self.shown, table)
         columns = self.options.partition_by if table is None else checked_spec(self.shown, table)
@@ -160,7 +162,10 @@ class IcebergTarget:
             )
         if self.options.partition_by and self.options.partition_by != columns:
             raise UsageError(f"{self.shown}: is partitioned by {list(columns) or 'nothing'}; leave partition_by out.")
-        there = files.schema_to_arrow(table)
+        identifiers = table.schema().identifier_field_names()
+        there = pa.schema(
+            [one.with_nullable(one.nullable and one.name not in identifiers) for one in files.schema_to_arrow(table)]
+        )
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
@@ -228,6 +233,8 @@ class IcebergTarget:
                 _stage(table, change, transaction.update_snapshot(snapshot_properties={COMMIT: change.id}))
             except OSError as error:
                 raise StorageError(f"{self.shown}: {first_line(error)}. Run the same command again.") from error
+            except Exception as error:  # from pyiceberg, which makes the manifests
+                raise refusal(self.shown, error) from error
             try:
                 transaction.commit_transaction()
             except Conflict:
@@ -286,7 +293,8 @@ def open_dataset(output: str) -> Any:
     target = open_target(output, SinkOptions())
     if target.table is None:
         raise OutputError(f"{output}: the table does not exist yet.")
-    return files.dataset(target.table, target.shown)
+    with library_errors(target.shown):
+        return files.dataset(target.table, target.shown)
 
 
 def _stored(schema: pa.Schema) -> pa.Schema:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from torchlake.errors import TableError
 from torchlake.tables.sources._interface import SourceFile, View
 from torchlake.tables.sources._lakehouse import constant_text
+from torchlake.tables.types import children
 
 FIELD_ID = b"PARQUET:field_id"
 
@@ -104,19 +105,11 @@ def _id(field: pa.Field) -> int | None:
     return None if found is None else int(found)
 
 
-def _children(kind: pa.DataType) -> list[pa.Field]:
-    if pa.types.is_map(kind):
-        return [kind.key_field, kind.item_field]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [kind.value_field]
-    return [kind.field(place) for place in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-
-
 def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
     """Return the ids and names of the fields inside a type, at every depth; only structs have names."""
     names = pa.types.is_struct(kind)
     return [
-        (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in _children(kind)
+        (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in children(kind)
     ]
 
 
@@ -126,7 +119,7 @@ def _without_ids(kind: pa.DataType) -> pa.DataType:
         return pa.string()
     if pa.types.is_large_binary(kind):
         return pa.binary()
-    inner = [one.with_type(_without_ids(one.type)).remove_metadata() for one in _children(kind)]
+    inner = [one.with_type(_without_ids(one.type)).remove_metadata() for one in children(kind)]
     if pa.types.is_map(kind):
         return pa.map_(inner[0], inner[1])
     if pa.types.is_struct(kind):

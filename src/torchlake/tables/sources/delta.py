@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
-from torchlake.storage.errors import storage_errors
+from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
@@ -63,6 +63,11 @@ def open_source(source: str | Path) -> SourceTable:
     Raises TableError for a version that does not exist and for unsupported reader features, MissingExtra when deltalake
     is not installed.
     """
+    with library_errors(os.fspath(source)):
+        return _opened(source)
+
+
+def _opened(source: str | Path) -> SourceTable:
     found = _parse(source)
     assert found is not None, "open_source is called only for recognized sources"
     table = _load(found)
@@ -134,10 +139,12 @@ def follow(source: str | Path) -> Followed | None:
     table = _load(found)
 
     def rows(since: int, version: int, key: str) -> ChangedRows | None:
-        return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
+        with library_errors(found.table):
+            return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
 
     def has_changed(since: int, version: int) -> str:
-        return added_files(found.table, since, version).changed
+        with library_errors(found.table):
+            return added_files(found.table, since, version).changed
 
     return Followed(
         name=found.table,
@@ -188,14 +195,15 @@ def _load(found: DeltaPath) -> Any:
             f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
             f"{pip_install('torchlake[delta]')}"
         ) from error
-    try:
-        return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
-    except (DeltaError, OSError, ValueError) as error:
-        shown = found.table if found.version is None else f"{found.table}@v{found.version}"
-        hint = ""
-        if found.version is not None:
-            hint = f" Check that version {found.version} exists; its log may have been cleaned up."
-        raise TableError(f"{shown}: the Delta table cannot be read: {str(error).splitlines()[0]}.{hint}") from error
+    shown = found.table if found.version is None else f"{found.table}@v{found.version}"
+    with library_errors(shown):
+        try:
+            return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
+        except (DeltaError, OSError, ValueError) as error:
+            hint = ""
+            if found.version is not None:
+                hint = f" Check that version {found.version} exists; its log may have been cleaned up."
+            raise TableError(f"{shown}: the Delta table cannot be read: {first_line(error)}.{hint}") from error
 
 
 def _checked_names(table: Any, where: str) -> dict[str, str]:

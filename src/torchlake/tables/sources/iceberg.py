@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.storage.errors import first_line
+from torchlake.storage.errors import first_line, library_errors
 from torchlake.tables.sources._catalogs import TableName, load_table, parse_name
 from torchlake.tables.sources._iceberg_columns import Columns
 from torchlake.tables.sources._interface import Followed, SourceFile, SourceTable, View
@@ -65,8 +65,13 @@ def open_source(source: str | Path) -> SourceTable:
     """
     parsed = _parse(source)
     between = _RANGE.fullmatch(parsed.ref or "")
-    if between is not None:
-        return _open_added(parsed, int(between["since"]), int(between["snapshot"]))
+    with library_errors(parsed.shown):
+        if between is not None:
+            return _open_added(parsed, int(between["since"]), int(between["snapshot"]))
+        return _opened(parsed)
+
+
+def _opened(parsed: TableName) -> SourceTable:
     table, snapshot, schema = _at(parsed)
     number = None if snapshot is None else int(snapshot.snapshot_id)
     columns = Columns.of(parsed.shown, schema, table.name_mapping())
@@ -113,7 +118,9 @@ def follow(source: str | Path) -> Followed | None:
 
     def has_changed(since: int, position: int) -> str:
         read = load_table(parsed)
-        return _added_files(parsed, read, _snapshot_of(parsed, read, since), _snapshot_of(parsed, read, position))[1]
+        with library_errors(parsed.shown):
+            first, last = _snapshot_of(parsed, read, since), _snapshot_of(parsed, read, position)
+            return _added_files(parsed, read, first, last)[1]
 
     return Followed(
         name=parsed.shown,
@@ -265,6 +272,11 @@ def _read_deletes(io: Any, delete: Any) -> dict[str, np.ndarray]:
             content = stream.read()
     except OSError as error:
         raise Unavailable(f"{delete.file_path}: the delete file cannot be read: {first_line(error)}.") from error
+    with library_errors(delete.file_path):
+        return _deleted_places(delete, content)
+
+
+def _deleted_places(delete: Any, content: bytes) -> dict[str, np.ndarray]:
     if delete.file_format.name == "PUFFIN":
         from pyiceberg.table.deletion_vector import deletion_vectors_from_puffin_file
         from pyiceberg.table.puffin import PuffinFile

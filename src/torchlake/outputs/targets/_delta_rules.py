@@ -1,0 +1,91 @@
+"""The rules of a Delta table: those that a new file keeps by itself are listed, a table with any other is refused.
+
+Legacy protocols (writer versions 1 to 6) have no list of features, so rules are also found where they are stated: in
+the table's properties and in the metadata of columns and of fields inside them.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake.errors import OutputError
+from torchlake.outputs.target import CommitUnknown, Conflict
+from torchlake.storage.errors import first_line
+from torchlake.tables.types import children
+
+WRITABLE = frozenset(
+    {"appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "columnMapping",
+     "deletionVectors", "timestampNtz", "v2Checkpoint", "variantType", "variantType-preview"}
+)  # fmt: skip
+"Writer features that deltalake commits to, and that need no work, or none unless a property or a column uses them."
+_LEGACY = (1, 2, 3, 4, 5)
+"Writer versions without a list of features; version 6 has identity columns, which deltalake refuses."
+_OF_COLUMNS = {
+    "delta.invariants": "has an invariant",
+    "delta.generationExpression": "is generated from other columns",
+    "delta.identity.": "is an identity column",
+    "CURRENT_DEFAULT": "has a default value",
+}
+_ADVICE = "Score into another table, and insert its rows with an engine that supports this, such as Spark."
+_CONFLICT = re.compile(r"Failed to commit transaction|Tried committing existing table version")
+_UNCLEAR = re.compile(r"Log storage error|Transaction failed|Delta transaction failed")
+_PERMANENT = re.compile(r"does not support|Unsupported|is corrupted|Error evaluating predicate|No metadata found")
+
+
+def check_rules(shown: str, table: Any, mode: str) -> None:
+    """Raise OutputError for a table with a rule that new files would break, or that deltalake does not commit to."""
+    protocol, configuration = table.protocol(), table.metadata().configuration
+    unknown = sorted({*(protocol.writer_features or ())} - WRITABLE)
+    if unknown:
+        raise OutputError(
+            f"{shown}: uses the Delta writer features {', '.join(unknown)}, which are not supported. {_ADVICE}"
+        )
+    if protocol.min_writer_version not in (*_LEGACY, 7):
+        raise OutputError(
+            f"{shown}: needs Delta writer version {protocol.min_writer_version} (identity columns), which is not "
+            f"supported. {_ADVICE}"
+        )
+    constraints = [name.removeprefix("delta.constraints.") for name in configuration if "delta.constraints." in name]
+    if constraints:
+        raise OutputError(f"{shown}: has constraints ({', '.join(constraints)}), which are not checked here. {_ADVICE}")
+    if configuration.get("delta.columnMapping.mode", "none") != "none":
+        raise OutputError(f"{shown}: maps the names of its columns (columnMapping), which is not supported. {_ADVICE}")
+    if configuration.get("delta.appendOnly", "").lower() == "true" and mode not in ("create", "append"):
+        raise OutputError(f"{shown}: is append-only (delta.appendOnly); use mode append.")
+    for column, key, value in _rules(pa.schema(table.schema().to_arrow())):
+        what = next((text for name, text in _OF_COLUMNS.items() if key.startswith(name)), None)
+        if what is not None:
+            raise OutputError(
+                f"{shown}: its column {column!r} {what} ({key}: {value}), which is not supported. {_ADVICE}"
+            )
+
+
+def _rules(fields: Any, above: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield column, key and value of the metadata of all fields, at every depth."""
+    for field in fields:
+        for key, value in (field.metadata or {}).items():
+            yield f"{above}{field.name}", key.decode(), value.decode()
+        yield from _rules(children(field.type), f"{above}{field.name}.")
+
+
+def commit_error(shown: str, error: Exception) -> Exception:
+    """Return what an error of deltalake at a commit means: Conflict, CommitUnknown, or one that no retry changes.
+
+    `CommitFailedError` is raised for all of them, so they are told apart by their texts.
+    """
+    from deltalake.exceptions import CommitFailedError, DeltaProtocolError, SchemaMismatchError, TableNotFoundError
+
+    text = str(error)
+    permanent = isinstance(error, DeltaProtocolError | SchemaMismatchError | TableNotFoundError) or _PERMANENT.search(
+        text
+    )
+    if isinstance(error, CommitFailedError) and _CONFLICT.search(text) and not permanent:
+        return Conflict(text)
+    if isinstance(error, OSError) or (isinstance(error, CommitFailedError) and _UNCLEAR.search(text)):
+        # The entry of the log may have been written before the error. The next attempt looks for the transaction.
+        return CommitUnknown(text)
+    return OutputError(
+        f"{shown}: the Delta table refuses the rows: {first_line(error)}. {_ADVICE} Finished work is kept."
+    )
