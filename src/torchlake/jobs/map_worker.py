@@ -21,7 +21,7 @@ from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.table import common_type
+from torchlake.tables.types import common_type
 
 BatchFunction = Callable[[pa.Table], pa.Table | pa.RecordBatch]
 MakeWorker = Callable[[], BatchFunction]

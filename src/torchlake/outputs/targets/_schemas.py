@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
-from torchlake.tables.types import children
+from torchlake.tables.types import children, rebuilt, without_size
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -44,12 +44,8 @@ def _stored(
     inner = inner or _stored
     if pa.types.is_dictionary(kind):
         return inner(name, kind.value_type)
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(inner(name, kind.value_type)).remove_metadata())
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(inner(name, field.type)).remove_metadata() for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(inner(name, kind.key_type), kind.item_field.with_type(inner(name, kind.item_type)))
+    if children(kind):
+        return rebuilt(kind, lambda one: one.with_type(inner(name, one.type)).remove_metadata())
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz and "UTC")
     if kind in _WIDER:
@@ -123,18 +119,8 @@ def _nulls(field: pa.Field, there: pa.Field, place: str) -> Iterator[str]:
 
 def short(field: pa.Field) -> pa.Field:
     """Return the field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
-    kind = field.type
-    if pa.types.is_large_string(kind):
-        kind = pa.string()
-    elif pa.types.is_large_binary(kind):
-        kind = pa.binary()
-    elif pa.types.is_large_list(kind):
-        kind = pa.list_(short(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([short(one) for one in kind])
-    elif pa.types.is_map(kind):
-        kind = pa.map_(short(kind.key_field), short(kind.item_field))
-    return field.with_type(kind)
+    kind = field.type if pa.types.is_fixed_size_binary(field.type) else without_size(field.type)
+    return field.with_type(rebuilt(kind, short))
 
 
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
@@ -153,12 +139,7 @@ def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
 
 def plain(kind: pa.DataType) -> pa.DataType:
     """Return a type without what differs between readers: names and nullability of list items, large offsets."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(pa.field("item", plain(kind.value_type)))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(plain(kind.key_type), pa.field("value", plain(kind.item_type)))
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz and "UTC")
-    return _WIDER.get(kind, kind)
+    named = pa.types.is_struct(kind)
+    return rebuilt(_WIDER.get(kind, kind), lambda one: pa.field(one.name if named else "value", plain(one.type)))

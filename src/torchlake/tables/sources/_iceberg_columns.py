@@ -14,7 +14,7 @@ import pyarrow as pa
 from torchlake.errors import TableError
 from torchlake.tables.sources._interface import SourceFile, View
 from torchlake.tables.sources._lakehouse import constant_text
-from torchlake.tables.types import children
+from torchlake.tables.types import children, rebuilt, without_size
 
 FIELD_ID = b"PARQUET:field_id"
 
@@ -115,13 +115,6 @@ def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
 
 def _without_ids(kind: pa.DataType) -> pa.DataType:
     """Return the type with 32-bit offsets, as in Parquet files, and without field ids."""
-    if pa.types.is_large_string(kind):
-        return pa.string()
-    if pa.types.is_large_binary(kind):
-        return pa.binary()
-    inner = [one.with_type(_without_ids(one.type)).remove_metadata() for one in children(kind)]
-    if pa.types.is_map(kind):
-        return pa.map_(inner[0], inner[1])
-    if pa.types.is_struct(kind):
-        return pa.struct(inner)
-    return pa.list_(inner[0]) if inner else kind
+    if not pa.types.is_fixed_size_binary(kind):
+        kind = without_size(kind)
+    return rebuilt(kind, lambda one: one.with_type(_without_ids(one.type)).remove_metadata())

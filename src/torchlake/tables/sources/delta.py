@@ -10,6 +10,8 @@ floats. A table that needs another reader feature is refused, with the feature's
 
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -23,9 +25,11 @@ from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
+from torchlake.tables.sources._iceberg_columns import FIELD_ID
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
-from torchlake.tables.sources._lakehouse import constant_text
+from torchlake.tables.sources._lakehouse import constant_text, logged_text
 from torchlake.tables.sources.files import local_path
+from torchlake.tables.types import same_name
 
 VERSION = re.compile(r"(?P<table>.+)@v(?:(?P<since>\d+)\.\.v)?(?P<version>\d+)", re.DOTALL)
 FEATURES = frozenset(
@@ -33,7 +37,7 @@ FEATURES = frozenset(
      "vacuumProtocolCheck"}
 )  # fmt: skip
 "Reader features that need no work, or are supported here."
-_PHYSICAL = "delta.columnMapping.physicalName"
+_PHYSICAL, _ID = "delta.columnMapping.physicalName", "delta.columnMapping.id"
 
 
 class DeltaPath(NamedTuple):
@@ -98,6 +102,7 @@ def _opened(source: str | Path) -> SourceTable:
         files=tuple(files[place] for place in order),
         identity={"kind": "delta", "table": found.table, "version": version},
         schema=schema,
+        view=_view_of(table, physical),
         partitions=partitions,
         bounds=_bounds(actions.take(pa.array(order)), logical) if files else {},
     )
@@ -118,7 +123,8 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
     files = []
     for action in added.files:
         path, values = action["path"], action.get("partitionValues") or {}
-        constants = {logical.get(name, name): value or None for name, value in values.items()}
+        constants = {logical.get(name, name): value for name, value in values.items()}
+        constants = {name: logged_text(where, name, text, schema.field(name).type) for name, text in constants.items()}
         names = {one: name for one, name in physical.items() if one != name and one not in constants}
         file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
         files.append(SourceFile(name=path, file=file, size=action["size"], view=View(constants=constants, names=names)))
@@ -126,6 +132,7 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
         files=tuple(sorted(files, key=lambda one: one.name)),
         identity={"kind": "delta", "table": found.table, "version": version, "since": found.since},
         schema=schema,
+        view=_view_of(table, physical),
         partitions=pa.schema([schema.field(name) for name in table.metadata().partition_columns]),
     )
 
@@ -226,6 +233,23 @@ def _checked_names(table: Any, where: str) -> dict[str, str]:
                 "mapping), which is not supported. Write the rows to a table without column mapping."
             )
     return names
+
+
+def _view_of(table: Any, physical: dict[str, str]) -> Callable[[SourceFile, pa.Schema, Sequence[str]], View]:
+    """Return how to find the columns in a file: by id if the table says so, else by name, which may differ by case."""
+    by_id = table.metadata().configuration.get("delta.columnMapping.mode") == "id"
+    ids = {one.name: str(one.metadata.get(_ID)) for one in table.schema().fields} if by_id else {}
+
+    def view(file: SourceFile, stored: pa.Schema, columns: Sequence[str]) -> View:
+        numbered = {(one.metadata or {}).get(FIELD_ID, b"").decode(): one.name for one in stored}
+        found = {
+            name: numbered.get(ids.get(name, "none")) or same_name(own, stored.names) or own
+            for name, own in physical.items()
+            if name not in file.view.constants
+        }
+        return replace(file.view, names={name: own for name, own in found.items() if name != own})
+
+    return view
 
 
 def _bounds(actions: pa.StructArray, logical: dict[str, str]) -> dict[str, Bounds]:
