@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchlake.errors import TableError, UsageError
 from torchlake.outputs.begin import Earlier, earlier_write, transaction
 from torchlake.outputs.records import commits_of, parts_of, read_record
 from torchlake.outputs.staging.state import temporary_folder
-from torchlake.outputs.target import SinkOptions, Target
+from torchlake.outputs.target import Logged, SinkOptions, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.redaction import redacted
 from torchlake.storage.urls import is_url
@@ -131,6 +131,8 @@ class Committed:
     "The commit record, as JSON."
     folder: str
     "The path or URL where the parts in the record are."
+    logged: Mapping[str, Logged]
+    "What a table's log says about the parts, by their names."
     live: frozenset[str] | None
     "Names of the parts that a table still has; None if the output must have all parts and nothing else."
 
@@ -145,7 +147,8 @@ class CommittedRows(NamedTuple):
 def committed(output: str | Path) -> CommittedRows:
     """Return what torchlake committed to an output. Raises TableError when there is nothing."""
     target, notes, found = output_of(output).target, [], []
-    snapshot = target.snapshot()
+    snapshot, table = target.snapshot(), as_table(target)
+    known = {} if table is None else table.logged(snapshot)
     for name in commits_of(target, snapshot):
         record, plan = read_record(target, name), read_record(target, name, plan=True)
         if record is None or plan is None:
@@ -153,7 +156,10 @@ def committed(output: str | Path) -> CommittedRows:
         live = target.live(snapshot, record)
         if live or live is None or not record["parts"]:
             kept = None if live is None else frozenset(live)
-            found.append(Committed(record=record, plan=plan, folder=parts_of(target, record), live=kept))
+            folder = parts_of(target, record)
+            own = f"/{folder.rpartition('/')[2]}/"
+            logged = {f"/{path}".rpartition(own)[2]: one for path, one in known.items() if own in f"/{path}"}
+            found.append(Committed(record=record, plan=plan, folder=folder, live=kept, logged=logged))
         else:
             notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
     if not found and not notes:

@@ -14,7 +14,7 @@ from the plan and the settings. A target commits an id only once, and only on to
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
@@ -129,6 +129,17 @@ class Target(Protocol):
         """
 
 
+class Logged(NamedTuple):
+    """What a table's log says about a file; readers skip it by these values, and find rows by them."""
+
+    bytes: int
+    rows: int | None
+    partition: Mapping[str, str | None]
+    nulls: Mapping[str, int | None]
+    lowest: Mapping[str, Any]
+    highest: Mapping[str, Any]
+
+
 class Table(Protocol):
     """What a target adds whose rows have several commits."""
 
@@ -140,6 +151,9 @@ class Table(Protocol):
 
     def position(self, snapshot: Any, name: str) -> int | None:
         """Return how far a source was read; None if it never was."""
+
+    def logged(self, snapshot: Any) -> Mapping[str, Logged]:
+        """Return what the log says about the files of the table, by their paths."""
 
     def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
         """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""
@@ -163,7 +177,7 @@ def as_table(target: Target) -> Table | None:
     return cast(Table, target) if hasattr(target, "live_files") else None
 
 
-_READING = ("check", "has", "commits", "live", "live_files", "position")
+_READING = ("check", "has", "commits", "live", "live_files", "logged", "position")
 
 T = TypeVar("T")
 

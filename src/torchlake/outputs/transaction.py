@@ -40,6 +40,7 @@ from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.record import sealed
 
 ATTEMPTS, UNKNOWN = 60, 5
 "Attempts to commit: in all, because others commit in between; and those that got no clear answer."
@@ -184,7 +185,7 @@ class Transaction:
             files=files,
             schema=schema,
             mode=options.mode,
-            record=record,
+            record=sealed(record),
             positions=request.positions,
             discarded=self.discarded,
         )

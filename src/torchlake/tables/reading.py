@@ -27,10 +27,10 @@ from torchlake.tables.formats.columnar import (
 from torchlake.tables.formats.layout import UTF8, storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
 from torchlake.tables.formats.streams import Dialect, TextRanges
+from torchlake.tables.formats.types import converted, fits
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources._interface import View, view_of
 from torchlake.tables.table import check_columns
-from torchlake.tables.types import converted, fits
 
 BATCH_ROWS = 4096
 FEW_ROWS = 10_000

@@ -23,6 +23,7 @@ from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
+from torchlake.tables.formats.types import common_type, fits, without_size
 from torchlake.tables.record import output_parts
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
@@ -32,7 +33,6 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
-from torchlake.tables.types import common_type, fits, without_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
 
 
 def _check_widened(file: str, columns: Sequence[pa.Field], table: pa.Schema) -> None:
-    """Raise TableError for a column of another type than the table's, to which no change of its type leads."""
+    """Raise TableError for a column that does not have the table's type, nor one that its type was changed from."""
     for one in columns:
         kind = storage_type(table.field(one.name).type)
         if one.type != kind and without_size(one.type) != kind:

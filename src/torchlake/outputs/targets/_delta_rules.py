@@ -13,7 +13,7 @@ import pyarrow as pa
 from torchlake.errors import OutputError
 from torchlake.outputs.target import CommitUnknown, Conflict
 from torchlake.storage.errors import first_line
-from torchlake.tables.types import children
+from torchlake.tables.formats.types import children
 
 WRITABLE = frozenset(
     {"appendOnly", "invariants", "checkConstraints", "changeDataFeed", "generatedColumns", "columnMapping",
@@ -73,7 +73,7 @@ def _rules(fields: Any, above: str = "") -> Iterator[tuple[str, str, str]]:
 def commit_error(shown: str, error: Exception) -> Exception:
     """Return what an error of deltalake at a commit means: Conflict, CommitUnknown, or one that no retry changes.
 
-    `CommitFailedError` is raised for all of them, so they are told apart by their texts.
+    `CommitFailedError` is raised for all of them, so their texts say which it is.
     """
     from deltalake.exceptions import CommitFailedError, DeltaProtocolError, SchemaMismatchError, TableNotFoundError
 

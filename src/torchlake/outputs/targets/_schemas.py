@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
-from torchlake.tables.types import children, rebuilt, without_size
+from torchlake.tables.formats.types import children, rebuilt, without_size
 
 _WIDER = {
     pa.uint8(): pa.int16(),

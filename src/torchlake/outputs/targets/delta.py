@@ -21,7 +21,7 @@ from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.records import stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, Conflict, SinkOptions, reads_log
+from torchlake.outputs.target import Change, Conflict, Logged, SinkOptions, reads_log
 from torchlake.outputs.targets._delta_rules import check_rules, commit_error
 from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
 from torchlake.storage.errors import first_line, library_errors, storage_failure
@@ -163,6 +163,20 @@ class DeltaTarget:
             file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
             found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
         return found
+
+    def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
+        """Return the statistics and partitions in the log."""
+        table = snapshot.table
+        actions = pa.table(table.get_add_actions()).to_pylist() if table is not None and table.file_uris() else []
+        return {
+            unquote(one["path"]): Logged(
+                one["size_bytes"],
+                one.get("num_records"),
+                {name: partition_text(value) for name, value in (one.get("partition") or {}).items()},
+                *(_flat(one.get(field)) for field in ("null_count", "min", "max")),
+            )
+            for one in actions
+        }
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """Return the position, which is stored as the version of a transaction with this name."""
@@ -310,6 +324,10 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
+
+
+def _flat(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: one for name, one in (values or {}).items() if one is not None and not isinstance(one, dict)}
 
 
 def _removed(change: Change) -> Sequence[Any]:

@@ -22,7 +22,7 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, reads_log
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, Logged, SinkOptions, reads_log
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
     Attempt,
@@ -201,6 +201,10 @@ class IcebergTarget:
     def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
         """Return the files of this snapshot. Raises OutputError if a reader needs more than the files."""
         return [] if snapshot.table is None else files.replaceable_files(snapshot.table, self.shown)
+
+    def logged(self, snapshot: IcebergSnapshot) -> Mapping[str, Logged]:
+        """Return the counts, bounds and partitions in the manifests."""
+        return {} if snapshot.table is None else files.logged(snapshot.table)
 
     def position(self, snapshot: IcebergSnapshot, name: str) -> int | None:
         """Return the number in the property of this name."""

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import TableError
+from torchlake.tables.formats.types import children, rebuilt, without_size
 from torchlake.tables.sources._interface import SourceFile, View
 from torchlake.tables.sources._lakehouse import constant_text
-from torchlake.tables.types import children, rebuilt, without_size
 
 FIELD_ID = b"PARQUET:field_id"
 

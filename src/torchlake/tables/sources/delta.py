@@ -23,13 +23,13 @@ import pyarrow.compute as pc
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
 from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
+from torchlake.tables.formats.types import same_name
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
 from torchlake.tables.sources._iceberg_columns import FIELD_ID
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text, logged_text
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.types import same_name
 
 VERSION = re.compile(r"(?P<table>.+)@v(?:(?P<since>\d+)\.\.v)?(?P<version>\d+)", re.DOTALL)
 FEATURES = frozenset(
