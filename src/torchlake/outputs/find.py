@@ -19,6 +19,7 @@ from torchlake.outputs.staging.state import temporary_folder
 from torchlake.outputs.target import Logged, SinkOptions, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.redaction import redacted
+from torchlake.storage.errors import library_errors
 from torchlake.storage.urls import is_url
 from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sources.files import local_path
@@ -175,4 +176,6 @@ def open(output: str | Path) -> Any:
     `output` is a Parquet folder, local or in an object store, a Delta table or an Iceberg table's name. Raises
     TableError or OutputError when nothing is committed there.
     """
-    return sink_of(output).open_dataset(output_text(output))
+    text = output_text(output)
+    with library_errors(redacted(text), "Write it again with overwrite, or restore it."):
+        return sink_of(output).open_dataset(text)

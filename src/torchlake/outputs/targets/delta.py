@@ -51,7 +51,10 @@ class DeltaSnapshot:
     @property
     def latest(self) -> str | None:
         """The commit that the last entries of the log name."""
-        entries = [] if self.table is None else self.table.history(HISTORY)
+        if self.table is None:
+            return None
+        with library_errors(self.table.table_uri):
+            entries = self.table.history(HISTORY)
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
 
 

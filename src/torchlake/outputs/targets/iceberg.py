@@ -34,7 +34,7 @@ from torchlake.outputs.targets._iceberg_tables import (
     single_attempt,
 )
 from torchlake.outputs.targets._schemas import check_fit, iceberg_schema, widened
-from torchlake.storage.errors import first_line, library_errors
+from torchlake.storage.errors import first_line
 from torchlake.storage.folders import folder_at
 from torchlake.tables.sources._catalogs import TableName, catalog_errors, opened_catalog, parse_name
 from torchlake.tables.sources.files import local_path
@@ -297,8 +297,7 @@ def open_dataset(output: str) -> Any:
     target = open_target(output, SinkOptions())
     if target.table is None:
         raise OutputError(f"{output}: the table does not exist yet.")
-    with library_errors(target.shown):
-        return files.dataset(target.table, target.shown)
+    return files.dataset(target.table, target.shown)
 
 
 def _stored(schema: pa.Schema) -> pa.Schema:

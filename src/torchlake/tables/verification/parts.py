@@ -86,7 +86,7 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
     except UnsafeError as error:
         seen.problems.append(str(error))
         return seen
-    except (pa.ArrowException, OSError, DataError, StorageError) as error:
+    except (pa.ArrowException, OSError, DataError, StorageError, KeyError) as error:  # KeyError: two of one name
         seen.problems.append(f"{name}: cannot be read: {error}")
         return seen
     # A file of one partition has only some of the rows of its chunks.
