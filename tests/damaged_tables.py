@@ -4,20 +4,22 @@ A damage is a file, a kind and two numbers, so a draw of it can be repeated. Wha
 an error of torchlake: exceptions of libraries do not reach users.
 """
 
+import gzip
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
 import tiny
 import torchlake as tl
+from delta_vectors import delete_by_vector
 from torchlake.errors import TorchlakeError
 from torchlake.outputs.find import output_of
 from torchlake.outputs.target import as_table, sink_options
@@ -26,7 +28,7 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.table import open_table
 
-KINDS = ("delta", "delta_output", "iceberg", "parquet", "folder_output")
+KINDS = ("delta", "vectors", "delta_output", "iceberg", "parquet", "folder_output", "arrow", "csv", "jsonl")
 DAMAGES = (
     "delete", "empty", "cut", "flip", "noise", "folder", "twice", "value", "key", "line", "rename", "swap",
 )  # fmt: skip
@@ -62,6 +64,23 @@ def build(kind: str, root: Path) -> str:
         pq.write_table(ROWS.slice(0, 12), root / "a.parquet", row_group_size=5, write_page_checksum=True)
         pq.write_table(ROWS.slice(12), root / "b.parquet")
         return str(root)
+    if kind == "arrow":
+        with (
+            pa.ipc.new_file(root / "a.arrow", ROWS.schema) as file,
+            pa.ipc.new_stream(root / "b.arrow", ROWS.schema) as stream,
+        ):
+            file.write_table(ROWS, 6)
+            stream.write_table(ROWS, 6)
+        return str(root)
+    if kind == "csv":
+        csv.write_csv(ROWS.drop_columns("s"), root / "a.csv")
+        (root / "b.csv.gz").write_bytes(gzip.compress((root / "a.csv").read_bytes()))
+        return str(root)
+    if kind == "jsonl":
+        lines = "".join(json.dumps(row, default=str) + "\n" for row in ROWS.to_pylist())
+        (root / "a.jsonl").write_text(lines)
+        (root / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        return str(root)
     if kind == "iceberg":
         return _iceberg(root)
     if kind == "delta":
@@ -71,6 +90,12 @@ def build(kind: str, root: Path) -> str:
         DeltaTable(root / "t").create_checkpoint()
         write_deltalake(root / "t", ROWS.slice(14), mode="append")
         DeltaTable(root / "t").delete("id = 3")
+        return str(root / "t")
+    if kind == "vectors":
+        write_deltalake(root / "t", ROWS, configuration={"delta.enableDeletionVectors": "true"})
+        for rows, inline in (([3], False), ([3, 4, 19], True)):
+            (path,) = pa.table(DeltaTable(root / "t").get_add_actions())["path"].to_pylist()
+            delete_by_vector(root / "t", path, rows, inline=inline)
         return str(root / "t")
     output = root / "t"
     for mode, rows in (("create", ROWS), ("append", ROWS.set_column(0, "id", [range(20, 40)])))[
@@ -218,8 +243,12 @@ def _target(name: str) -> None:
 USES: dict[str, tuple[Callable[[str], Any], ...]] = {
     "delta": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id", "a.b")), _follow, _target),
     "delta_output": (tl.verify, tl.open, _target, _append, lambda name: _scan(name, name)),
+    "vectors": (lambda name: _scan(name, name), _follow, _target, lambda name: _scan(name, f"{name}@v1")),
     "iceberg": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id",)), _follow),
     "parquet": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id", "a.b"))),
+    **dict.fromkeys(
+        ("arrow", "csv", "jsonl"), (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id",)))
+    ),
     "folder_output": (tl.verify, tl.open, _target, lambda name: _scan(name, name)),
 }
 
@@ -249,8 +278,3 @@ class Tables:
                     raise
                 found.append(f"{kind}: {said}: {type(error).__name__}: {error}")
         return found
-
-
-def silence() -> None:
-    """Keep the panics of code in Rust from writing their traces."""
-    os.environ.setdefault("RUST_BACKTRACE", "0")

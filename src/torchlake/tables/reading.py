@@ -70,7 +70,8 @@ class ChunkReader:
         elif chunk.format == "jsonl":
             table, errors = _read_json(chunk, stored, self._ranges)
         else:
-            table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
+            with translate_errors(chunk.file, f": {chunk.where}"):
+                table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
         _check_rows(chunk, table.num_rows, chunk.rows)
         self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
         return _with_constants(table, schema, view, chunk.rows), dict(sorted(errors.items()))

@@ -87,21 +87,22 @@ def refused(table: str | Path, match: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("columns", "protocol", "match"),
     [
-        ([column("n", **SMALL)], {"writer": 2}, r"'n' has an invariant \(delta.invariants"),
-        ([column("n", **SMALL)], {"writer": 7, "features": ["invariants"]}, "'n' has an invariant"),
-        ([column("s", {"type": "struct", "fields": [column("n", **SMALL)]})], {"writer": 3}, r"'s\.n' has an inv"),
-        ([column("n", **GENERATED)], {"writer": 4}, "'n' is generated from other columns"),
+        ([column("n", **SMALL)], {"writer": 2}, r"'n' that has an invariant \(delta.invariants"),
+        ([column("n", **SMALL)], {"writer": 7, "features": ["invariants"]}, "'n' that has an invariant"),
+        ([column("s", {"type": "struct", "fields": [column("n", **SMALL)]})], {"writer": 3}, r"'s\.n' that has an inv"),
+        ([column("n", **GENERATED)], {"writer": 4}, "'n' that is generated from other columns"),
         ([column("n", **GENERATED)], {"writer": 7, "features": ["generatedColumns"]},
-         "'n' is generated"),
-        ([column("n", CURRENT_DEFAULT="5")], {"writer": 2}, "'n' has a default value"),
+         "'n' that is generated"),
+        ([column("n", CURRENT_DEFAULT="5")], {"writer": 2}, "'n' that has a default value"),
         ([column("n", **IDENTITY)], {"writer": 6}, "writer version 6"),
-        ([column("n", **IDENTITY)], {"writer": 5}, "'n' is an identity column"),
+        ([column("n", **IDENTITY)], {"writer": 5}, "'n' that is an identity column"),
         ([column("n")], {"writer": 6}, "writer version 6"),
-        ([column("n")], {"writer": 3, "configuration": {"delta.constraints.small": "n < 5"}}, r"constraints \(small\)"),
+        ([column("n")], {"writer": 3, "configuration": {"delta.constraints.small": "n < 5"}},
+         r"constraints \(delta\.constraints\.small\)"),
         ([column("n")], {"writer": 7, "features": ["checkConstraints"], "configuration": {"delta.constraints.c": "1"}},
          "constraints"),
         *(
-            ([column("n")], {"writer": 7, "features": [feature]}, f"writer features {feature}, which")
+            ([column("n")], {"writer": 7, "features": [feature]}, f"writer feature {feature}, which")
             for feature in (
                 "allowColumnDefaults", "clustering", "domainMetadata", "icebergCompatV2", "identityColumns",
                 "inCommitTimestamp", "materializePartitionColumns", "rowTracking", "typeWidening", "unknownThing",

@@ -20,8 +20,8 @@ WRITABLE = frozenset(
      "deletionVectors", "timestampNtz", "v2Checkpoint", "variantType", "variantType-preview"}
 )  # fmt: skip
 "Writer features that deltalake commits to, and that need no work, or none unless a property or a column uses them."
-_LEGACY = (1, 2, 3, 4, 5)
-"Writer versions without a list of features; version 6 has identity columns, which deltalake refuses."
+_VERSIONS = (1, 2, 3, 4, 5, 7)
+"Version 7 lists its features; version 6 has identity columns, which deltalake refuses."
 _OF_COLUMNS = {
     "delta.invariants": "has an invariant",
     "delta.generationExpression": "is generated from other columns",
@@ -37,29 +37,20 @@ _PERMANENT = re.compile(r"does not support|Unsupported|is corrupted|Error evalua
 def check_rules(shown: str, table: Any, mode: str) -> None:
     """Raise OutputError for a table with a rule that new files would break, or that deltalake does not commit to."""
     protocol, configuration = table.protocol(), table.metadata().configuration
-    unknown = sorted({*(protocol.writer_features or ())} - WRITABLE)
-    if unknown:
-        raise OutputError(
-            f"{shown}: uses the Delta writer features {', '.join(unknown)}, which are not supported. {_ADVICE}"
-        )
-    if protocol.min_writer_version not in (*_LEGACY, 7):
-        raise OutputError(
-            f"{shown}: needs Delta writer version {protocol.min_writer_version} (identity columns), which is not "
-            f"supported. {_ADVICE}"
-        )
-    constraints = [name.removeprefix("delta.constraints.") for name in configuration if "delta.constraints." in name]
-    if constraints:
-        raise OutputError(f"{shown}: has constraints ({', '.join(constraints)}), which are not checked here. {_ADVICE}")
+    version, features = protocol.min_writer_version, {*(protocol.writer_features or ())}
+    found = [f"uses the Delta writer feature {name}" for name in sorted(features - WRITABLE)]
+    if version not in _VERSIONS:
+        found.append(f"needs Delta writer version {version} (identity columns)")
+    found += [f"has constraints ({name})" for name in configuration if name.startswith("delta.constraints.")]
     if configuration.get("delta.columnMapping.mode", "none") != "none":
-        raise OutputError(f"{shown}: maps the names of its columns (columnMapping), which is not supported. {_ADVICE}")
+        found.append("maps the names of its columns (delta.columnMapping.mode)")
+    for column, key, value in _rules(pa.schema(table.schema().to_arrow())):
+        rules = (rule for name, rule in _OF_COLUMNS.items() if key.startswith(name))
+        found += [f"has a column {column!r} that {rule} ({key}: {value})" for rule in rules]
+    if found:
+        raise OutputError(f"{shown}: {', '.join(found)}, which is not supported. {_ADVICE}")
     if configuration.get("delta.appendOnly", "").lower() == "true" and mode not in ("create", "append"):
         raise OutputError(f"{shown}: is append-only (delta.appendOnly); use mode append.")
-    for column, key, value in _rules(pa.schema(table.schema().to_arrow())):
-        what = next((text for name, text in _OF_COLUMNS.items() if key.startswith(name)), None)
-        if what is not None:
-            raise OutputError(
-                f"{shown}: its column {column!r} {what} ({key}: {value}), which is not supported. {_ADVICE}"
-            )
 
 
 def _rules(fields: Any, above: str = "") -> Iterator[tuple[str, str, str]]:

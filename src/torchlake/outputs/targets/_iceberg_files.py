@@ -135,7 +135,6 @@ def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
 
 def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
     """Return the files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
-    kinds = schema_to_arrow(table)
     others = {one.spec_id for one in live_files(table)} - {table.metadata.default_spec_id}
     problem = "files of earlier partitions" if others else _unlike_its_files(table)
     if problem:
@@ -144,13 +143,8 @@ def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
             "(rewrite_data_files)."
         )
     return [
-        LiveFile(
-            path=file.file_path,
-            file=local_path(file.file_path),
-            bytes=file.file_size_in_bytes,
-            partition=tuple((name, partition_text(value)) for name, value in _partition_values(table, file, kinds)),
-        )
-        for file in live_files(table)
+        LiveFile(path=path, file=local_path(path), bytes=one.bytes, partition=tuple(one.partition.items()))
+        for path, one in logged(table).items()
     ]
 
 

@@ -13,6 +13,7 @@ from torchlake.redaction import redacted
 from torchlake.storage.errors import access_advice, first_line
 from torchlake.tables.sources._catalogs import TableName
 
+_PERMANENT = NotImplementedError | TypeError | LookupError | AttributeError
 CODE = "write.py-location-provider.impl"
 "The property with the import path of a class that names a table's files; pyiceberg runs it when it writes."
 
@@ -39,10 +40,6 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
 
     attempt = Attempt()
     denied = (exceptions.ForbiddenError, exceptions.UnauthorizedError, exceptions.BadRequestError)
-    permanent: tuple[type[Exception], ...] = (
-        exceptions.NoSuchTableError, exceptions.ValidationError, exceptions.ValidationException,
-        NotImplementedError, TypeError, LookupError, AttributeError,
-    )  # fmt: skip
 
     class Once(NoopCatalog):
         def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
@@ -56,9 +53,9 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
                 raise StorageError(
                     f"{'.'.join(table.name())}: the catalog refused the change: {first_line(error)}."
                 ) from error
-            except permanent as error:
-                raise refusal(".".join(table.name()), error) from error
             except Exception as error:  # from many libraries; the request may have been processed
+                if isinstance(error, exceptions.NoSuchTableError | exceptions.ValidationException | _PERMANENT):
+                    raise refusal(".".join(table.name()), error) from error
                 raise CommitUnknown(first_line(error)) from error
 
     once = Table(

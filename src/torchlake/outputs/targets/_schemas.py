@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
-from torchlake.tables.formats.types import children, rebuilt, without_size
+from torchlake.tables.formats.types import children, common_type, rebuilt, without_size
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -125,15 +125,10 @@ def short(field: pa.Field) -> pa.Field:
 
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
     """Return the rows' schema with the table's types where these hold every value: float to double, int to long."""
-
-    def fits(kind: pa.DataType, there: pa.DataType) -> bool:
-        decimals = pa.types.is_decimal128(kind) and pa.types.is_decimal128(there) and kind.scale == there.scale
-        pairs = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
-        return (kind, there) in pairs or (decimals and kind.precision < there.precision)
-
-    types = {field.name: field.type for field in table}
+    kinds = {one.name: one.type for one in table if not pa.types.is_timestamp(one.type)}
+    wider = {one.name: common_type(one.type, kinds.get(one.name, one.type)) for one in rows}
     return pa.schema(
-        [field.with_type(types[field.name]) if fits(field.type, types.get(field.name)) else field for field in rows]
+        [one.with_type(kinds[one.name]) if wider[one.name] == kinds.get(one.name) else one for one in rows]
     )
 
 

@@ -159,13 +159,15 @@ class DeltaTarget:
                 f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
             )
-        found = []
-        for action in pa.table(snapshot.table.get_add_actions()).to_pylist():
-            values = {name: partition_text(value) for name, value in (action.get("partition") or {}).items()}
-            path = unquote(action["path"])
-            file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
-            found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
-        return found
+        return [
+            LiveFile(
+                path=path,
+                file=source.file_at(self.root, path),
+                bytes=one.bytes,
+                partition=tuple(one.partition.items()),
+            )
+            for path, one in self.logged(snapshot).items()
+        ]
 
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""

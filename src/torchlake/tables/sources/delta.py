@@ -75,44 +75,33 @@ def _opened(source: str | Path) -> SourceTable:
     found = _parse(source)
     assert found is not None, "open_source is called only for recognized sources"
     table = _load(found)
-    version = table.version()
-    where = f"{found.table}@v{version}"
+    where = f"{found.table}@v{table.version()}"
     physical = _checked_names(table, where)
     if found.since is not None:
         return _open_added(found, table, physical)
-    schema = pa.schema(table.schema().to_arrow())
-    names = {logical: name for logical, name in physical.items() if logical != name}
     logical = {name: one for one, name in physical.items()}
     deleted = _deleted_rows(table)
     actions: Any = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
     files = []
     for action in actions:
         path = unquote(action["path"].as_py())
-        constants = {} if "partition" not in action else dict(action["partition"].items())
-        constants = {logical.get(name, name): value for name, value in constants.items()}
+        values = {} if "partition" not in action else dict(action["partition"].items())
+        constants = {logical.get(name, name): value for name, value in values.items()}
         constants = {name: constant_text(where, name, value) for name, value in constants.items()}
-        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
-        view = View(constants=constants, names={one: name for one, name in names.items() if one not in constants})
-        size, rows, gone = action["size_bytes"].as_py(), action["num_records"].as_py(), deleted.pop(unquote(path), b"")
-        files.append(SourceFile(name=path, file=file, size=size, rows=rows, view=view, deleted=gone))
+        one = _file(found.table, path, action["size_bytes"].as_py(), constants, physical)
+        gone = deleted.pop(unquote(path), b"")
+        files.append(replace(one, rows=action["num_records"].as_py(), deleted=gone))
     assert not deleted, f"{where}: deletion vectors of files that the version does not list: {sorted(deleted)}"
-    partitions = pa.schema([schema.field(name) for name in table.metadata().partition_columns])
     order = sorted(range(len(files)), key=lambda place: files[place].name)
-    return SourceTable(
-        files=tuple(files[place] for place in order),
-        identity={"kind": "delta", "table": found.table, "version": version},
-        schema=schema,
-        view=_view_of(table, physical),
-        partitions=partitions,
-        bounds=_bounds(actions.take(pa.array(order)), logical) if files else {},
-    )
+    bounds = _bounds(actions.take(pa.array(order)), logical) if files else {}
+    return replace(_table(found, table, physical, files), bounds=bounds)
 
 
 def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> SourceTable:
     """Return the files that were added after a version. Raises TableError if existing rows changed too."""
     assert found.since is not None, "called only for a range of versions"
-    version, where = table.version(), f"{found.table}@v{found.since}..v{found.version}"
-    added = added_files(found.table, found.since, version)
+    where = f"{found.table}@v{found.since}..v{found.version}"
+    added = added_files(found.table, found.since, table.version())
     if added.changed:
         raise TableError(
             f"{where}: {added.changed}, so the added files are not all that is new. Turn on the table's change data "
@@ -122,15 +111,28 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
     schema = pa.schema(table.schema().to_arrow())
     files = []
     for action in added.files:
-        path, values = action["path"], action.get("partitionValues") or {}
-        constants = {logical.get(name, name): value for name, value in values.items()}
-        constants = {name: logged_text(where, name, text, schema.field(name).type) for name, text in constants.items()}
-        names = {one: name for one, name in physical.items() if one != name and one not in constants}
-        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
-        files.append(SourceFile(name=path, file=file, size=action["size"], view=View(constants=constants, names=names)))
+        values = {logical.get(name, name): text for name, text in (action.get("partitionValues") or {}).items()}
+        constants = {name: logged_text(where, name, text, schema.field(name).type) for name, text in values.items()}
+        files.append(_file(found.table, action["path"], action["size"], constants, physical))
+    return _table(found, table, physical, files)
+
+
+def file_at(table: str, path: str) -> str:
+    """Return the path or URL of a file that a table's log names."""
+    return path if is_url(path) or path.startswith("/") else f"{table.rstrip('/')}/{path}"
+
+
+def _file(table: str, path: str, size: int, constants: dict[str, str | None], physical: dict[str, str]) -> SourceFile:
+    names = {one: name for one, name in physical.items() if one != name and one not in constants}
+    return SourceFile(name=path, file=file_at(table, path), size=size, view=View(constants=constants, names=names))
+
+
+def _table(found: DeltaPath, table: Any, physical: dict[str, str], files: list[SourceFile]) -> SourceTable:
+    schema = pa.schema(table.schema().to_arrow())
+    since = {} if found.since is None else {"since": found.since}
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "delta", "table": found.table, "version": version, "since": found.since},
+        identity={"kind": "delta", "table": found.table, "version": table.version(), **since},
         schema=schema,
         view=_view_of(table, physical),
         partitions=pa.schema([schema.field(name) for name in table.metadata().partition_columns]),

@@ -10,7 +10,7 @@ Supported: position deletes, deletion vectors, identity partitions, columns that
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,28 +74,31 @@ def open_source(source: str | Path) -> SourceTable:
 def _opened(parsed: TableName) -> SourceTable:
     table, snapshot, schema = _at(parsed)
     number = None if snapshot is None else int(snapshot.snapshot_id)
-    columns = Columns.of(parsed.shown, schema, table.name_mapping())
     tasks = [] if number is None else _tasks(table, number, parsed.shown)
-    deleted, specs, location = _deleted_rows(table, tasks), table.specs(), local_path(table.location()).rstrip("/")
-    files = []
-    for task in tasks:
-        file = local_path(task.file.file_path)
-        files.append(
-            SourceFile(
-                name=file.removeprefix(f"{location}/"),
-                file=file,
-                size=task.file.file_size_in_bytes,
-                rows=task.file.record_count,
-                view=View(constants=columns.partition_values(task.file, specs[task.file.spec_id])),
-                deleted=deleted.get(task.file.file_path, b""),
-            )
+    identity = {"kind": "iceberg", "table": parsed.shown, "version": number}
+    return _table(parsed, table, schema, [one.file for one in tasks], identity, _deleted_rows(table, tasks))
+
+
+def _table(
+    parsed: TableName, table: Any, schema: Any, found: Iterable[Any], identity: Mapping[str, Any],
+    deleted: Mapping[str, bytes],
+) -> SourceTable:  # fmt: skip
+    """Return a table with these data files, which are entries of manifests."""
+    columns, specs = Columns.of(parsed.shown, schema, table.name_mapping()), table.specs()
+    location = local_path(table.location()).rstrip("/")
+    files = [
+        SourceFile(
+            name=local_path(one.file_path).removeprefix(f"{location}/"),
+            file=local_path(one.file_path),
+            size=one.file_size_in_bytes,
+            rows=one.record_count,
+            view=View(constants=columns.partition_values(one, specs[one.spec_id])),
+            deleted=deleted.get(one.file_path, b""),
         )
-    return SourceTable(
-        files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "iceberg", "table": parsed.shown, "version": number},
-        schema=columns.schema,
-        view=columns.view,
-    )
+        for one in found
+    ]
+    ordered = tuple(sorted(files, key=lambda one: one.name))
+    return SourceTable(files=ordered, identity=identity, schema=columns.schema, view=columns.view)
 
 
 def follow(source: str | Path) -> Followed | None:
@@ -175,21 +178,8 @@ def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
             f"{parsed.shown}@{since}..{snapshot}: {changed}, so the added files are not all that is new. Score the "
             "whole table again (mode overwrite)."
         )
-    schema, specs = table.schema(), table.specs()
-    columns = Columns.of(parsed.shown, schema, table.name_mapping())
-    location = local_path(table.location()).rstrip("/")
-    files = []
-    for one in added:
-        file = local_path(one.file_path)
-        view = View(constants=columns.partition_values(one, specs[one.spec_id]))
-        name = file.removeprefix(f"{location}/")
-        files.append(SourceFile(name=name, file=file, size=one.file_size_in_bytes, rows=one.record_count, view=view))
-    return SourceTable(
-        files=tuple(sorted(files, key=lambda one: one.name)),
-        identity={"kind": "iceberg", "table": parsed.shown, "version": snapshot, "since": since},
-        schema=columns.schema,
-        view=columns.view,
-    )
+    identity = {"kind": "iceberg", "table": parsed.shown, "version": snapshot, "since": since}
+    return _table(parsed, table, table.schema(), added, identity, {})
 
 
 def _parse(source: str | Path) -> TableName:
