@@ -242,6 +242,7 @@ def test_identifier_fields_of_an_iceberg_table(lake: SqlCatalog) -> None:
          OutputError),
         (CommitFailedError("Log storage error: Generic S3 error"), CommitUnknown),
         (CommitFailedError("Transaction failed: timeout"), CommitUnknown),
+        (DeltaError("Kernel error: Error interacting with object store: Generic S3 error"), CommitUnknown),
         (SchemaMismatchError("Invalid data found"), OutputError),
         (DeltaError("Generic error"), OutputError),
         (OSError("Generic S3 error"), CommitUnknown),

@@ -30,7 +30,9 @@ _OF_COLUMNS = {
 }
 _ADVICE = "Score into another table, and insert its rows with an engine that supports this, such as Spark."
 _CONFLICT = re.compile(r"Failed to commit transaction|Tried committing existing table version")
-_UNCLEAR = re.compile(r"Log storage error|Transaction failed|Delta transaction failed")
+_UNCLEAR = re.compile(
+    r"storage error|ransaction failed|[Oo]bject ?[Ss]tore|Generic \w+ error|os error|timed out|request"
+)
 _PERMANENT = re.compile(r"does not support|Unsupported|is corrupted|Error evaluating predicate|No metadata found")
 
 
@@ -66,15 +68,12 @@ def commit_error(shown: str, error: Exception) -> Exception:
 
     `CommitFailedError` is raised for all of them, so their texts say which it is.
     """
-    from deltalake.exceptions import CommitFailedError, DeltaProtocolError, SchemaMismatchError, TableNotFoundError
+    from deltalake.exceptions import CommitFailedError, DeltaError
 
     text = str(error)
-    permanent = isinstance(error, DeltaProtocolError | SchemaMismatchError | TableNotFoundError) or _PERMANENT.search(
-        text
-    )
-    if isinstance(error, CommitFailedError) and _CONFLICT.search(text) and not permanent:
+    if isinstance(error, CommitFailedError) and _CONFLICT.search(text) and not _PERMANENT.search(text):
         return Conflict(text)
-    if isinstance(error, OSError) or (isinstance(error, CommitFailedError) and _UNCLEAR.search(text)):
+    if isinstance(error, OSError) or (isinstance(error, DeltaError) and _UNCLEAR.search(text)):
         # The entry of the log may have been written before the error. The next attempt looks for the transaction.
         return CommitUnknown(text)
     return OutputError(
