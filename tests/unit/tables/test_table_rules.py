@@ -244,7 +244,7 @@ def test_identifier_fields_of_an_iceberg_table(lake: SqlCatalog) -> None:
         (CommitFailedError("Transaction failed: timeout"), CommitUnknown),
         (DeltaError("Kernel error: Error interacting with object store: Generic S3 error"), CommitUnknown),
         (SchemaMismatchError("Invalid data found"), OutputError),
-        (DeltaError("Generic error"), OutputError),
+        (DeltaError("Invalid table version"), CommitUnknown),
         (OSError("Generic S3 error"), CommitUnknown),
         (Exception("External error: Schema error: Duplicate field name (case-insensitive): 'N'"), OutputError),
     ],

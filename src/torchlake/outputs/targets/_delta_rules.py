@@ -30,9 +30,7 @@ _OF_COLUMNS = {
 }
 _ADVICE = "Score into another table, and insert its rows with an engine that supports this, such as Spark."
 _CONFLICT = re.compile(r"Failed to commit transaction|Tried committing existing table version")
-_UNCLEAR = re.compile(
-    r"storage error|ransaction failed|[Oo]bject ?[Ss]tore|Generic \w+ error|os error|timed out|request"
-)
+_UNCLEAR = re.compile(r"Log storage error|Transaction failed|Delta transaction failed")
 _PERMANENT = re.compile(r"does not support|Unsupported|is corrupted|Error evaluating predicate|No metadata found")
 
 
@@ -68,12 +66,14 @@ def commit_error(shown: str, error: Exception) -> Exception:
 
     `CommitFailedError` is raised for all of them, so their texts say which it is.
     """
-    from deltalake.exceptions import CommitFailedError, DeltaError
+    from deltalake.exceptions import CommitFailedError, DeltaError, DeltaProtocolError, SchemaMismatchError
 
-    text = str(error)
-    if isinstance(error, CommitFailedError) and _CONFLICT.search(text) and not _PERMANENT.search(text):
-        return Conflict(text)
-    if isinstance(error, OSError) or (isinstance(error, DeltaError) and _UNCLEAR.search(text)):
+    text, final = str(error), isinstance(error, DeltaProtocolError | SchemaMismatchError)
+    if isinstance(error, CommitFailedError):
+        final = not _UNCLEAR.search(text)
+        if _CONFLICT.search(text) and not _PERMANENT.search(text):
+            return Conflict(text)
+    if isinstance(error, DeltaError | OSError) and not final:
         # The entry of the log may have been written before the error. The next attempt looks for the transaction.
         return CommitUnknown(text)
     return OutputError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
-from torchlake.tables.formats.types import children, common_type, rebuilt, without_size
+from torchlake.tables.formats.types import children, common_type, pairs, rebuilt, without_size
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -109,12 +109,9 @@ def check_nulls(where: str, rows: pa.Schema, table: pa.Schema) -> None:
 def _nulls(field: pa.Field, there: pa.Field, place: str) -> Iterator[str]:
     if field.nullable and not there.nullable:
         yield place
-    own = children(field.type)
-    for number, inner in enumerate(children(there.type)):
-        named = next((one for one in own if one.name == inner.name), None) if pa.types.is_struct(field.type) else None
-        same = named or (own[number] if number < len(own) else None)
-        if same is not None:
-            yield from _nulls(same, inner, f"{place}.{inner.name}")
+    for own, inner in pairs(field.type, there.type):
+        if own is not None:
+            yield from _nulls(own, inner, f"{place}.{inner.name}")
 
 
 def short(field: pa.Field) -> pa.Field:

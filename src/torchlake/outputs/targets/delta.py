@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from torchlake.errors import MissingExtra, OutputError, TableError, UsageError, pip_install
+from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.records import stored_commits
@@ -33,6 +33,7 @@ from torchlake.tables.sources.files import local_path
 APP = "torchlake"
 KEPT_COMMITS = "torchlake.commit"
 "The field of a log entry that names the commit."
+_STATISTICS = ("null_count", "min", "max")
 HISTORY = 20
 "Number of log entries that are searched for torchlake's last commit; entries of maintenance may come after it."
 
@@ -178,7 +179,10 @@ class DeltaTarget:
                 one["size_bytes"],
                 one.get("num_records"),
                 {name: partition_text(value) for name, value in (one.get("partition") or {}).items()},
-                *(_flat(one.get(field)) for field in ("null_count", "min", "max")),
+                *(
+                    {name: value for name, value in (one.get(field) or {}).items() if value is not None}
+                    for field in _STATISTICS
+                ),
             )
             for one in actions
         }
@@ -288,17 +292,18 @@ def open_target(output: str, options: SinkOptions) -> DeltaTarget:
 
 def open_dataset(output: str) -> Any:
     """Return the table's current rows as a pyarrow dataset. Raises StorageError when it cannot be read."""
+    from deltalake.exceptions import DeltaError
+
     target = open_target(output, SinkOptions(format="delta"))
     table = target.snapshot().table
     if table is None:
         raise OutputError(f"{output}: there is no Delta table yet.")
     try:
-        with library_errors(output):
-            return _without_statistics(table)
-    except TableError as error:
+        return _without_statistics(table)
+    except DeltaError as error:
         raise OutputError(
-            f"{output}: cannot be opened as a pyarrow dataset: {first_line(error.__cause__ or error)}. Read it with "
-            "DuckDB (delta_scan) or Spark."
+            f"{output}: cannot be opened as a pyarrow dataset: {first_line(error)}. Read it with DuckDB (delta_scan) "
+            "or Spark."
         ) from error
 
 
@@ -329,10 +334,6 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
-
-
-def _flat(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {name: one for name, one in (values or {}).items() if one is not None and not isinstance(one, dict)}
 
 
 def _removed(change: Change) -> Sequence[Any]:

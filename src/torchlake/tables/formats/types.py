@@ -81,12 +81,12 @@ def fits(stored: pa.DataType, kind: pa.DataType) -> bool:
         return True
     inner = [
         there.nullable if own is None else fits(without_size(own.type), there.type)
-        for own, there in _inside(stored, kind)
+        for own, there in pairs(stored, kind)
     ]
     return bool(inner) and all(inner)
 
 
-def _inside(stored: pa.DataType, kind: pa.DataType) -> list[tuple[pa.Field | None, pa.Field]]:
+def pairs(stored: pa.DataType, kind: pa.DataType) -> list[tuple[pa.Field | None, pa.Field]]:
     """Return the fields inside a type with those of the stored type; nothing for types of different kinds."""
     own, there = children(stored), children(kind)
     if pa.types.is_struct(stored) and pa.types.is_struct(kind):
@@ -120,7 +120,7 @@ def converted(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 def _renamed(stored: pa.DataType, kind: pa.DataType) -> pa.DataType:
     """Return the stored type with the names of structs' fields in the case of the table."""
-    found = {own.name: there for own, there in _inside(stored, kind) if own is not None}
+    found = {own.name: there for own, there in pairs(stored, kind) if own is not None}
 
     def change(one: pa.Field) -> pa.Field:
         there = found.get(one.name)

@@ -142,14 +142,17 @@ def _count_rows(file: str, logged: Logged | None) -> tuple[pa.Schema, int, int, 
             failed += count_failed(batch)
             nulls.update({name: batch[name].null_count for name in batch.schema.names})
             wrong |= _outside(batch, logged) if logged is not None else set()
-    counts = {} if logged is None else {name: one for name, one in logged.nulls.items() if name in nulls}
-    return columns, rows, failed, wrong | {name for name, count in counts.items() if count not in (None, nulls[name])}
+    counts = {} if logged is None else logged.nulls
+    wrong |= {name for name, count in counts.items() if isinstance(count, int) and count != nulls.get(name, count)}
+    return columns, rows, failed, wrong
 
 
 def _outside(batch: pa.RecordBatch, logged: Logged) -> set[str]:
     """Return the columns that have a value outside of their bounds in the log."""
     found = set()
-    for name in {*logged.lowest, *logged.highest} & {*batch.schema.names}:
+    for name in {*logged.lowest, *logged.highest} & {
+        one.name for one in batch.schema if not pa.types.is_nested(one.type)
+    }:
         own = pc.min_max(batch[name]).as_py()
         low, high = logged.lowest.get(name, own["min"]), logged.highest.get(name, own["max"])
         if own["min"] is not None and (own["min"] < low or own["max"] > high):
