@@ -164,6 +164,11 @@ def test_the_error_and_partition_columns_may_be_null(tmp_path: Path) -> None:
     refused(table, "NOT NULL.*'p'", schema={**FIELDS, "p": pa.string()})
 
 
+@pytest.mark.parametrize("mode", ["append", "overwrite", "replace-where"])
+def test_a_needed_column_that_the_rows_lack(tmp_path: Path, mode: str) -> None:
+    refused(delta(tmp_path / "t", [*PLAIN, column("more", nullable=False)]), "NOT NULL.*'more'", mode=mode)
+
+
 def test_a_key_without_nulls_is_written_to_a_column_that_needs_values(tmp_path: Path) -> None:
     columns = [column("id", nullable=False), column("n"), column("error", "string")]
     table = delta(tmp_path / "t", columns)

@@ -82,9 +82,6 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
             problems.append(
                 f"its column {field.name!r} is {table.field(field.name).type}, but the rows have {field.type}"
             )
-    for field in table:
-        if field.name not in rows.names and not field.nullable:
-            problems.append(f"its column {field.name!r} is required, but the rows do not have it")
     if problems:
         advice = "; add_columns adds the missing ones" if not add_columns and "no column" in problems[0] else ""
         raise OutputError(
@@ -95,14 +92,15 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
 
 
 def check_nulls(where: str, rows: pa.Schema, table: pa.Schema) -> None:
-    """Raise OutputError if a column of the rows may have nulls where the table, at any depth, allows none."""
+    """Raise OutputError if the rows may have null, or lack the column, where the table allows none, at any depth."""
     shared = [(field, table.field(field.name)) for field in rows if field.name in table.names]
     found = [place for field, there in shared for place in _nulls(field, there, field.name)]
+    found += [field.name for field in table if not field.nullable and field.name not in rows.names]
     if found:
         raise OutputError(
             f"{where}: the table needs a value (NOT NULL) in {', '.join(map(repr, found))}, but the rows may have null "
-            "there, for example in rows with an error. Let the column have nulls (ALTER TABLE ... ALTER COLUMN ... "
-            "DROP NOT NULL), or score into another table and insert its rows."
+            "there, for example in rows with an error, or lack the column. Let it have nulls (ALTER TABLE ... ALTER "
+            "COLUMN ... DROP NOT NULL), or score into another table and insert its rows."
         )
 
 
