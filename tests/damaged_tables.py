@@ -6,6 +6,7 @@ an error of torchlake: exceptions of libraries do not reach users.
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.utils.config import Config
 
 import tiny
 import torchlake as tl
@@ -28,7 +31,18 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.table import open_table
 
-KINDS = ("delta", "vectors", "delta_output", "iceberg", "parquet", "folder_output", "arrow", "csv", "jsonl")
+KINDS = (
+    "delta",
+    "vectors",
+    "delta_output",
+    "iceberg",
+    "iceberg_output",
+    "parquet",
+    "folder_output",
+    "arrow",
+    "csv",
+    "jsonl",
+)
 DAMAGES = (
     "delete", "empty", "cut", "flip", "noise", "folder", "twice", "value", "key", "line", "rename", "swap",
 )  # fmt: skip
@@ -97,15 +111,20 @@ def build(kind: str, root: Path) -> str:
             (path,) = pa.table(DeltaTable(root / "t").get_add_actions())["path"].to_pylist()
             delete_by_vector(root / "t", path, rows, inline=inline)
         return str(root / "t")
-    output = root / "t"
-    for mode, rows in (("create", ROWS), ("append", ROWS.set_column(0, "id", [range(20, 40)])))[
-        : 1 + kind.startswith("d")
-    ]:
+    if kind == "iceberg_output":
+        os.environ["PYICEBERG_CATALOG__DAMAGED__URI"] = f"sqlite:///{root}/catalog.db"
+        os.environ["PYICEBERG_CATALOG__DAMAGED__WAREHOUSE"] = f"file://{root}/warehouse"
+        pyiceberg.catalog._ENV_CONFIG = Config()  # it is read once, when pyiceberg is imported
+        with pyiceberg.catalog.load_catalog("damaged") as catalog:
+            catalog.create_namespace("db")
+    output = "iceberg:damaged.db.t" if kind == "iceberg_output" else str(root / "t")
+    written = [("create", ROWS), ("append", ROWS.set_column(0, "id", [range(20, 40)]))]
+    for mode, rows in written[:1] if kind == "folder_output" else written:
         tl.map(
             _ones, rows, output, schema={"n": pa.int64()}, key="id", version="1", mode=mode, engine=tiny.Here(),
-            format="delta" if kind.startswith("d") else None, chunk_rows=8,
+            format="delta" if kind == "delta_output" else None, chunk_rows=8,
         )  # fmt: skip
-    return str(output)
+    return output
 
 
 def _ones() -> Callable[[pa.Table], pa.Table]:
@@ -242,7 +261,9 @@ def _target(name: str) -> None:
 
 USES: dict[str, tuple[Callable[[str], Any], ...]] = {
     "delta": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id", "a.b")), _follow, _target),
-    "delta_output": (tl.verify, tl.open, _target, _append, lambda name: _scan(name, name)),
+    **dict.fromkeys(
+        ("delta_output", "iceberg_output"), (tl.verify, tl.open, _target, _append, lambda name: _scan(name, name))
+    ),
     "vectors": (lambda name: _scan(name, name), _follow, _target, lambda name: _scan(name, f"{name}@v1")),
     "iceberg": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id",)), _follow),
     "parquet": (lambda name: _scan(name, name), lambda name: _scan(name, name, ("id", "a.b"))),

@@ -243,7 +243,7 @@ def plan_from_json(value: Any) -> Plan:
             sources=tuple(value.get("sources", ())),
             selection=value.get("selection", {}),
         )
-    except (KeyError, TypeError, IndexError, ValueError, zlib.error, pa.ArrowException) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OSError, zlib.error, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"not a plan: {error!r}") from error

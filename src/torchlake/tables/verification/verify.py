@@ -16,6 +16,8 @@ from typing import Any
 
 from torchlake.display import Shown, count, shown
 from torchlake.outputs.find import Committed, committed
+from torchlake.redaction import redacted
+from torchlake.storage.errors import library_errors
 from torchlake.storage.spread import Spread, in_process
 from torchlake.storage.urls import is_url
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
@@ -59,10 +61,11 @@ def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
     `spread` is an engine's, to read a large output with all of its machines: `verify(output, spread=engine.spread)`.
     """
     found = Verification()
-    made = committed(output)
-    found.notes += made.notes
-    for one in made.commits:
-        _verify_commit(one, found, spread or in_process)
+    with library_errors(redacted(os.fspath(output)), "Its records are damaged; write the output again."):
+        made = committed(output)
+        found.notes += made.notes
+        for one in made.commits:
+            _verify_commit(one, found, spread or in_process)
     return found
 
 
