@@ -1,6 +1,5 @@
 """Damaged and odd tables end in rows or in an error of torchlake, whatever a library raises: draws of damages."""
 
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

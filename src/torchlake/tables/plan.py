@@ -235,6 +235,7 @@ def plan_from_json(value: Any) -> Plan:
             for index, place, split in zip(columns["index"], columns["input"], splits, strict=True)
         )
         pa.ipc.read_schema(pa.py_buffer(serialized))  # raises if it is damaged
+        hash(inputs)  # raises for a list in place of a value
         return Plan(
             inputs=inputs,
             chunks=chunks,
