@@ -64,6 +64,7 @@ def job(
         plan=plan,
         fingerprint={"version": version, "failing": failing},
         schema=schema,
+        never_null="id",
         lease_s=lease_s,
         allowed=AllowedChanges(new_input=accept_new_input, overwrite=overwrite),
     )

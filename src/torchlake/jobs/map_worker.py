@@ -18,10 +18,10 @@ from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part, schema_in_words
 from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.tables.formats.types import common_type
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.table import common_type
 
 BatchFunction = Callable[[pa.Table], pa.Table | pa.RecordBatch]
 MakeWorker = Callable[[], BatchFunction]

@@ -119,6 +119,8 @@ def _commit_rows(
         schema=schema,
         key=work.key,
         commit_id=options.commit_id,
+        # A line of a text file that cannot be read has no key. Other keys were checked with the plan.
+        never_null="row_id" if work.key is None else None if source.format in ("csv", "jsonl") else work.key,
         allowed=AllowedChanges(
             overwrite=options.overwrite,
             new_input=options.accept_new_input,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torchlake.outputs.compatibility import (
     refuse_differences,
 )
 from torchlake.outputs.kept import check_free_space, damage, keep_sound_parts
-from torchlake.outputs.records import last_job, read_record, stored_commits
+from torchlake.outputs.records import last_job, position_of, read_record, stored_commits
 from torchlake.outputs.staging.state import JobState, state_of
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
@@ -204,9 +205,15 @@ def _finished(found: _Found) -> dict[str, Any] | None:
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
         # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
         # written again.
-        if not replaces or target.has(snapshot, name, record):
+        if not replaces or (target.has(snapshot, name, record) and _has_positions(found)):
             return record
     return None
+
+
+def _has_positions(found: _Found) -> bool:
+    """Return whether the target says how far the sources were read; a table may have the same files at two versions."""
+    wanted, reached = found.request.positions, partial(position_of, found.target, found.snapshot)
+    return all(reached(name) == position for name, position in wanted.items())
 
 
 def _is_commit(found: _Found, record: Mapping[str, Any]) -> bool:
@@ -248,7 +255,7 @@ def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
 def _check(found: _Found) -> None:
     """Raise unless the job, which is not complete, may write to the target."""
     target, request, job, snapshot, published = found
-    target.check(snapshot, request.schema, request.key)
+    target.check(snapshot, request.rows, request.key)
     check_positions(target, snapshot, request.positions)
     if published is None or published.record is None or request.allowed.overwrite:
         return

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ from torchlake.errors import TableError, UsageError
 from torchlake.outputs.begin import Earlier, earlier_write, transaction
 from torchlake.outputs.records import commits_of, parts_of, read_record
 from torchlake.outputs.staging.state import temporary_folder
-from torchlake.outputs.target import SinkOptions, Target
+from torchlake.outputs.target import Logged, SinkOptions, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.redaction import redacted
+from torchlake.storage.errors import library_errors
 from torchlake.storage.urls import is_url
 from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sources.files import local_path
@@ -26,7 +27,10 @@ from torchlake.tables.sources.files import local_path
 
 def output_text(output: str | Path) -> str:
     """Return an output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
-    return local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
+    text = local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
+    if "\0" in text:
+        raise UsageError(f"{text!r}: is not a name: it has a null character.")
+    return text
 
 
 def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
@@ -131,6 +135,8 @@ class Committed:
     "The commit record, as JSON."
     folder: str
     "The path or URL where the parts in the record are."
+    logged: Mapping[str, Logged]
+    "What a table's log says about the parts, by their names."
     live: frozenset[str] | None
     "Names of the parts that a table still has; None if the output must have all parts and nothing else."
 
@@ -145,7 +151,8 @@ class CommittedRows(NamedTuple):
 def committed(output: str | Path) -> CommittedRows:
     """Return what torchlake committed to an output. Raises TableError when there is nothing."""
     target, notes, found = output_of(output).target, [], []
-    snapshot = target.snapshot()
+    snapshot, table = target.snapshot(), as_table(target)
+    known = {} if table is None else table.logged(snapshot)
     for name in commits_of(target, snapshot):
         record, plan = read_record(target, name), read_record(target, name, plan=True)
         if record is None or plan is None:
@@ -153,7 +160,10 @@ def committed(output: str | Path) -> CommittedRows:
         live = target.live(snapshot, record)
         if live or live is None or not record["parts"]:
             kept = None if live is None else frozenset(live)
-            found.append(Committed(record=record, plan=plan, folder=parts_of(target, record), live=kept))
+            folder = parts_of(target, record)
+            own = f"/{folder.rpartition('/')[2]}/"
+            logged = {f"/{path}".rpartition(own)[2]: one for path, one in known.items() if own in f"/{path}"}
+            found.append(Committed(record=record, plan=plan, folder=folder, live=kept, logged=logged))
         else:
             notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
     if not found and not notes:
@@ -169,4 +179,6 @@ def open(output: str | Path) -> Any:
     `output` is a Parquet folder, local or in an object store, a Delta table or an Iceberg table's name. Raises
     TableError or OutputError when nothing is committed there.
     """
-    return sink_of(output).open_dataset(output_text(output))
+    text = output_text(output)
+    with library_errors(redacted(text), "Write it again with overwrite, or restore it."):
+        return sink_of(output).open_dataset(text)

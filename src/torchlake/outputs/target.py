@@ -11,9 +11,10 @@ the rest in the same way for every target: plan and lease first, then parts, the
 from the plan and the settings. A target commits an id only once, and only on top of its newest version.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from functools import wraps
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
@@ -21,6 +22,7 @@ from torchlake.amounts import size_in_bytes
 from torchlake.errors import UsageError
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.rewrite import LiveFile
+from torchlake.storage.errors import library_errors
 
 Mode = Literal["create", "append", "overwrite", "replace-where"]
 STATE = "_torchlake"
@@ -127,6 +129,17 @@ class Target(Protocol):
         """
 
 
+class Logged(NamedTuple):
+    """What a table's log says about a file; readers skip it by these values, and find rows by them."""
+
+    bytes: int
+    rows: int | None
+    partition: Mapping[str, str | None]
+    nulls: Mapping[str, int | None]
+    lowest: Mapping[str, Any]
+    highest: Mapping[str, Any]
+
+
 class Table(Protocol):
     """What a target adds whose rows have several commits."""
 
@@ -149,6 +162,9 @@ class Table(Protocol):
     def position(self, snapshot: Any, name: str) -> int | None:
         """Return how far a source was read, by the commits that were made, also by those that are `lost`."""
 
+    def logged(self, snapshot: Any) -> Mapping[str, Logged]:
+        """Return what the log says about the files of the table, by their paths."""
+
     def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
         """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""
 
@@ -169,6 +185,27 @@ def refuse_table_options(output: str, options: SinkOptions, *, kind: str, hint: 
 def as_table(target: Target) -> Table | None:
     """Return a target as a table; None if its rows have one commit."""
     return cast(Table, target) if hasattr(target, "live_files") else None
+
+
+_READING = ("check", "has", "commits", "live", "live_files", "logged", "position")
+
+T = TypeVar("T")
+
+
+def reads_log(kind: type[T]) -> type[T]:
+    """Return the class of a target, whose methods raise nothing of the library that reads the table's log."""
+
+    def translated(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with library_errors(self.shown):
+                return method(self, *args, **options)
+
+        return call
+
+    for name in _READING:
+        setattr(kind, name, translated(getattr(kind, name)))
+    return kind
 
 
 class Conflict(Exception):

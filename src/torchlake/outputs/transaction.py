@@ -40,6 +40,7 @@ from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.record import sealed
 
 ATTEMPTS, UNKNOWN = 60, 5
 "Attempts to commit: in all, because others commit in between; and those that got no clear answer."
@@ -58,6 +59,8 @@ class WriteRequest:
     key: str | None = None
     commit_id: str | None = None
     "The caller's name of the commit: once it is made, the rows of another request with this name are not written."
+    never_null: str | None = None
+    "A column that has a value in each row, failed ones too, whatever its type says."
     deleted_keys: pa.Array | None = None
     "Keys whose rows are removed, besides those that are replaced."
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -67,6 +70,11 @@ class WriteRequest:
     allowed: AllowedChanges = field(default_factory=AllowedChanges)
     lease_s: float = 60.0
     spread: Spread = in_process
+
+    @property
+    def rows(self) -> pa.Schema:
+        """The schema with what is known about nulls."""
+        return pa.schema([one.with_nullable(False) if one.name == self.never_null else one for one in self.schema])
 
 
 @dataclass(kw_only=True)
@@ -182,7 +190,7 @@ class Transaction:
             files=files,
             schema=schema,
             mode=options.mode,
-            record=record,
+            record=sealed(record),
             positions=request.positions,
             discarded=self.discarded,
         )

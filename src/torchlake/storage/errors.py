@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchlake import atomic_io
-from torchlake.errors import AccessError, StorageError, TorchlakeError, Unavailable
+from torchlake.errors import AccessError, StorageError, TableError, TorchlakeError, Unavailable
 from torchlake.redaction import USER, redacted
 from torchlake.storage.urls import credentials_of, is_url, secret_repository
 
@@ -46,6 +46,25 @@ def storage_errors(file: str) -> Iterator[None]:
         if not is_url(file):
             raise
         raise unavailable(file, error) from error
+
+
+@contextmanager
+def library_errors(place: str, advice: str = "Restore it, or give another table.") -> Iterator[None]:
+    """Turn whatever a table's library raises into an error that names the table, also a panic of code in Rust.
+
+    Damaged logs and metadata raise exceptions of every kind.
+    """
+    try:
+        yield
+    except (TorchlakeError, MemoryError):
+        raise
+    except OSError as error:
+        raise unavailable(place, error) from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = redacted(f"{type(error).__name__}: {first_line(error)}")
+        raise TableError(f"{place}: the table cannot be read ({why}). {advice}") from error
 
 
 def unavailable(file: str, error: Exception) -> Unavailable:

@@ -235,6 +235,7 @@ def plan_from_json(value: Any) -> Plan:
             for index, place, split in zip(columns["index"], columns["input"], splits, strict=True)
         )
         pa.ipc.read_schema(pa.py_buffer(serialized))  # raises if it is damaged
+        hash(inputs)  # raises for a list in place of a value
         return Plan(
             inputs=inputs,
             chunks=chunks,
@@ -243,7 +244,7 @@ def plan_from_json(value: Any) -> Plan:
             sources=tuple(value.get("sources", ())),
             selection=value.get("selection", {}),
         )
-    except (KeyError, TypeError, IndexError, ValueError, zlib.error, pa.ArrowException) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OSError, zlib.error, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"not a plan: {error!r}") from error

@@ -27,9 +27,10 @@ from torchlake.tables.formats.columnar import (
 from torchlake.tables.formats.layout import UTF8, storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
 from torchlake.tables.formats.streams import Dialect, TextRanges
+from torchlake.tables.formats.types import converted, fits
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources._interface import View, view_of
-from torchlake.tables.table import check_columns, common_type
+from torchlake.tables.table import check_columns
 
 BATCH_ROWS = 4096
 FEW_ROWS = 10_000
@@ -69,7 +70,8 @@ class ChunkReader:
         elif chunk.format == "jsonl":
             table, errors = _read_json(chunk, stored, self._ranges)
         else:
-            table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
+            with translate_errors(chunk.file, f": {chunk.where}"):
+                table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
         _check_rows(chunk, table.num_rows, chunk.rows)
         self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
         return _with_constants(table, schema, view, chunk.rows), dict(sorted(errors.items()))
@@ -274,11 +276,12 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
         column = pa.chunked_array([_as_list(chunk) for chunk in column.chunks], storage_type(column.type))
     if column.type == field.type:
         return column
-    if common_type(storage_type(column.type), field.type) != field.type:
+    if not fits(column.type, field.type):
         raise TableError(
             f"{file}: the column {field.name!r} is {column.type} now, but was {field.type} when the job was planned."
         )
-    return column.cast(field.type)
+    with translate_errors(file, f": the column {field.name!r}"):
+        return converted(column, field.type)
 
 
 def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:

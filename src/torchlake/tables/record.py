@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ COMMIT = f"{FOLDER}/commit.json"
 PARTS = f"{FOLDER}/parts"
 "The folder of the parts, for an output in an object store."
 PLAN = f"{FOLDER}/plan.json"
+SEAL = "record_sha256"
+"The field with the hash of the others; records of earlier versions do not have it."
 URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 "A URL after conversion to a `Path`, which removes one slash."
 
@@ -111,6 +114,12 @@ def _stored_parts(url: str) -> list[tuple[str, str]] | None:
         if "/" in name or name.startswith("."):
             raise UnsafeError(f"{redacted(url)}: the name {name!r} leads out of the folder; refused")
     return [(name, f"{url.rstrip('/')}/{PARTS}/{name}") for name in names]
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the hash of its other fields."""
+    fields = {name: value for name, value in record.items() if name != SEAL}
+    return {**fields, SEAL: atomic_io.fingerprint(fields)}
 
 
 def is_record(value: Any) -> bool:

@@ -23,6 +23,7 @@ from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
+from torchlake.tables.formats.types import common_type, fits, without_size
 from torchlake.tables.record import output_parts
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
@@ -173,35 +174,6 @@ def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
             raise missing_column(file, name, schema)
 
 
-def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type of a column that has these types in its files, so that no value changes; None if no type fits.
-
-    Null gives way to any type, int32 to int64, float to double, a decimal to one with more digits, and a string to one
-    with 64-bit offsets.
-    """
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    for kinds in _WIDENING:
-        if one in kinds and other in kinds:
-            return max(one, other, key=kinds.index)
-    if pa.types.is_decimal128(one) and pa.types.is_decimal128(other) and one.scale == other.scale:
-        return max(one, other, key=lambda kind: kind.precision)
-    return None
-
-
-_WIDENING = (
-    (pa.string(), pa.large_string()),
-    (pa.binary(), pa.large_binary()),
-    (pa.int8(), pa.int16(), pa.int32(), pa.int64()),
-    (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
-    (pa.float16(), pa.float32(), pa.float64()),
-    # Spark's INT96 timestamps have no time zone and mean UTC.
-    (pa.timestamp("us"), pa.timestamp("us", "UTC")),
-)
-
-
 class _File(NamedTuple):
     path: SourceFile
     format: str
@@ -286,12 +258,14 @@ def _inspect(
                 schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
         if dialect.given:
             path = replace(path, view=replace(path.view, csv=dialect.given))
-        path, schema = _as_in_table(path, schema, source)
-        check_columns(file, columns, schema)
-        for name in columns:
+        for name in [path.view.names.get(name, name) for name in columns] or schema.names:
             times = schema.names.count(name)
             if times > 1:
                 raise TableError(f"{file}: has {times} columns named {name!r}; rename all but one.")
+        path, schema = _as_in_table(path, schema, source)
+        check_columns(file, columns, schema)
+        if source.schema is not None:
+            _check_widened(file, [schema.field(name) for name in columns or schema.names], source.schema)
     except Unavailable as error:
         if source.identity.get("version") is None:
             return error
@@ -339,9 +313,20 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     typed = []
     for column in source.schema:
         kind, stored_as = storage_type(column.type), own.get(column.name, column.type)
-        # If a file cannot be read as the table's type, it keeps its own, and is refused if the column is needed.
-        typed.append(pa.field(column.name, kind if common_type(storage_type(stored_as), kind) == kind else stored_as))
+        # If a file cannot be read as the table's type, it keeps its own; `_check_widened` refuses needed columns.
+        typed.append(pa.field(column.name, kind if fits(stored_as, kind) else stored_as))
     return replace(path, view=view), pa.schema(typed)
+
+
+def _check_widened(file: str, columns: Sequence[pa.Field], table: pa.Schema) -> None:
+    """Raise TableError for a column that does not have the table's type, nor one that its type was changed from."""
+    for one in columns:
+        kind = storage_type(table.field(one.name).type)
+        if one.type != kind and without_size(one.type) != kind:
+            raise TableError(
+                f"{file}: the column {one.name!r} is {one.type}, but {kind} in the table. Rewrite the file, or leave "
+                "the column out."
+            )
 
 
 def _bytes_to_type(files: Sequence[SourceFile]) -> int:

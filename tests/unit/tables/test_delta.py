@@ -1,10 +1,6 @@
 """Delta tables: versions, partitions, later columns, deletion vectors, refusals; DuckDB is the other reader."""
 
-import base64
 import json
-import struct
-import uuid
-import zlib
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +9,9 @@ import deltalake
 import duckdb
 import duckdb_extension_delta
 import pyarrow as pa
-import pyroaring
 import pytest
 
+from delta_vectors import delete_by_vector
 from folder_writes import write_transaction
 from torchlake.errors import TableError, Unavailable
 from torchlake.outputs.parts import part_name
@@ -26,34 +22,7 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 
-Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 WITH_VECTORS = {"delta.enableDeletionVectors": "true"}
-
-
-def z85(content: bytes) -> str:
-    """Base85 as the Delta protocol writes it (ZeroMQ's alphabet)."""
-    standard = base64.b85encode(content).decode()
-    alphabet = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-    return standard.translate(str.maketrans(alphabet, Z85))
-
-
-def delete_by_vector(table: Path, path: str, rows: list[int], *, inline: bool = False) -> None:
-    """Commit a version that deletes rows of one file by a deletion vector, by the protocol's description."""
-    log = sorted((table / "_delta_log").glob("*.json"))
-    actions = [json.loads(line) for file in log for line in file.read_text().splitlines()]
-    add = [action["add"] for action in actions if action.get("add", {}).get("path") == path][-1]
-    content = struct.pack("<IQI", 1681511377, 1, 0) + pyroaring.BitMap(rows).serialize()
-    vector: dict[str, Any] = {"sizeInBytes": len(content), "cardinality": len(rows)}
-    if inline:
-        vector |= {"storageType": "i", "pathOrInlineDv": z85(content + bytes(-len(content) % 4))}
-    else:
-        name = uuid.uuid4()
-        stored = b"\x01" + struct.pack(">I", len(content)) + content + struct.pack(">I", zlib.crc32(content))
-        (table / f"deletion_vector_{name}.bin").write_bytes(stored)
-        vector |= {"storageType": "u", "pathOrInlineDv": z85(name.bytes), "offset": 1}
-    remove = {"path": path, "deletionTimestamp": 1, "dataChange": True, "partitionValues": add["partitionValues"]}
-    commit = [{"commitInfo": {"operation": "DELETE"}}, {"remove": remove}, {"add": {**add, "deletionVector": vector}}]
-    (table / "_delta_log" / f"{len(log):020}.json").write_text("\n".join(map(json.dumps, commit)))
 
 
 def paths(table: Path) -> list[str]:

@@ -16,6 +16,7 @@ from torchlake.errors import OutputError
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part
 from torchlake.outputs.rewrite import LiveFile
+from torchlake.outputs.target import Logged
 from torchlake.outputs.targets._schemas import short
 from torchlake.storage.urls import filesystem_of, is_url
 from torchlake.tables.sources.files import local_path
@@ -155,7 +156,6 @@ def were_deleted(table: Any, made: set[int], replaced_all: Callable[[Any], bool]
 
 def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
     """Return the files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
-    kinds = schema_to_arrow(table)
     others = {one.spec_id for one in live_files(table)} - {table.metadata.default_spec_id}
     problem = "files of earlier partitions" if others else _unlike_its_files(table)
     if problem:
@@ -164,13 +164,8 @@ def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
             "(rewrite_data_files)."
         )
     return [
-        LiveFile(
-            path=file.file_path,
-            file=local_path(file.file_path),
-            bytes=file.file_size_in_bytes,
-            partition=tuple((name, partition_text(value)) for name, value in _partition_values(table, file, kinds)),
-        )
-        for file in live_files(table)
+        LiveFile(path=path, file=local_path(path), bytes=one.bytes, partition=tuple(one.partition.items()))
+        for path, one in logged(table).items()
     ]
 
 
@@ -199,6 +194,31 @@ def dataset(table: Any, shown: str) -> Any:
     return ds.FileSystemDataset(fragments, schema, kind, filesystem)
 
 
+def logged(table: Any) -> dict[str, Logged]:
+    """Return what the current snapshot's entries say about each data file, by its path."""
+    from pyiceberg.conversions import from_bytes
+
+    columns, kinds = {one.field_id: one for one in table.schema().fields}, schema_to_arrow(table)
+
+    def values(bounds: Mapping[int, bytes] | None) -> dict[str, Any]:
+        known = [(columns[number], value) for number, value in (bounds or {}).items() if number in columns]
+        return {
+            one.name: _python(kinds.field(one.name).type, from_bytes(one.field_type, value)) for one, value in known
+        }
+
+    return {
+        file.file_path: Logged(
+            file.file_size_in_bytes,
+            file.record_count,
+            {name: partition_text(value) for name, value in _partition_values(table, file, kinds)},
+            {columns[one].name: count for one, count in (file.null_value_counts or {}).items() if one in columns},
+            values(file.lower_bounds),
+            values(file.upper_bounds),
+        )
+        for file in live_files(table)
+    }
+
+
 def schema_to_arrow(table: Any, *, ids: bool = False) -> pa.Schema:
     """Return the table's columns with strings and lists as parts have them and, if `ids`, with their field ids."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
@@ -211,10 +231,14 @@ def _partition_values(table: Any, file: Any, schema: pa.Schema) -> Iterator[tupl
     for place, field in enumerate(table.specs()[file.spec_id].fields):
         if is_identity(field):
             name, value = table.schema().find_column_name(field.source_id), file.partition[place]
-            kind = schema.field(name).type
-            if value is not None and (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):  # a number in manifests
-                value = pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind).as_py()
-            yield name, value
+            yield name, _python(schema.field(name).type, value)
+
+
+def _python(kind: pa.DataType, value: Any) -> Any:
+    """Return a value of a manifest, which has dates and times as numbers."""
+    if value is not None and (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+        return pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind).as_py()
+    return value
 
 
 def _unlike_its_files(table: Any) -> str:

@@ -13,6 +13,7 @@ from torchlake.redaction import redacted
 from torchlake.storage.errors import access_advice, first_line
 from torchlake.tables.sources._catalogs import TableName
 
+_PERMANENT = NotImplementedError | TypeError | LookupError | AttributeError
 CODE = "write.py-location-provider.impl"
 "The property with the import path of a class that names a table's files; pyiceberg runs it when it writes."
 
@@ -53,6 +54,8 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
                     f"{'.'.join(table.name())}: the catalog refused the change: {first_line(error)}."
                 ) from error
             except Exception as error:  # from many libraries; the request may have been processed
+                if isinstance(error, exceptions.NoSuchTableError | exceptions.ValidationException | _PERMANENT):
+                    raise refusal(".".join(table.name()), error) from error
                 raise CommitUnknown(first_line(error)) from error
 
     once = Table(
@@ -99,9 +102,18 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
 def add_columns(catalog: Any, table: Any, columns: pa.Schema) -> None:
     """Add columns to a table. Raises Conflict if it changed meanwhile."""
     _, transaction = single_attempt(catalog, table)
-    with transaction.update_schema() as update:
-        update.union_by_name(columns)
+    try:
+        with transaction.update_schema() as update:
+            update.union_by_name(columns)
+    except Exception as error:  # nothing was sent to the catalog yet
+        raise refusal(".".join(table.name()), error) from error
     transaction.commit_transaction()
+
+
+def refusal(shown: str, error: Exception) -> OutputError:
+    """Return the error for a change that pyiceberg refuses, however often it is tried."""
+    why = redacted(first_line(error))
+    return OutputError(f"{shown}: the table refuses the rows or columns: {why}. Score into another table.")
 
 
 def checked_spec(shown: str, table: Any) -> tuple[str, ...]:

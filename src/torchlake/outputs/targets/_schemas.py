@@ -1,10 +1,11 @@
 """The columns that a table can hold: cast or refuse types that its format lacks, and check that rows fit the table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
+from torchlake.tables.formats.types import children, common_type, pairs, rebuilt, without_size
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -43,12 +44,8 @@ def _stored(
     inner = inner or _stored
     if pa.types.is_dictionary(kind):
         return inner(name, kind.value_type)
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(inner(name, kind.value_type)).remove_metadata())
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(inner(name, field.type)).remove_metadata() for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(inner(name, kind.key_type), inner(name, kind.item_type))
+    if children(kind):
+        return rebuilt(kind, lambda one: one.with_type(inner(name, one.type)).remove_metadata())
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz and "UTC")
     if kind in _WIDER:
@@ -68,65 +65,71 @@ def _stored(
 
 
 def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: bool) -> None:
-    """Raise OutputError unless the rows have the table's columns and types; `add_columns` allows additional columns."""
+    """Raise OutputError unless the rows have the table's columns and types, and values where it needs them.
+
+    `add_columns` allows additional columns.
+    """
     problems = []
+    names = {name.casefold(): name for name in table.names}
     for field in rows:
         if field.name not in table.names:
-            if not add_columns:
+            same = names.get(field.name.casefold())
+            if same is not None:  # engines that ignore case would find two columns
+                problems.append(f"its column {same!r} differs from {field.name!r} only by case")
+            elif not add_columns:
                 problems.append(f"it has no column {field.name!r} ({field.type})")
         elif not plain(table.field(field.name).type).equals(plain(field.type)):
             problems.append(
                 f"its column {field.name!r} is {table.field(field.name).type}, but the rows have {field.type}"
             )
-    for field in table:
-        if field.name not in rows.names and not field.nullable:
-            problems.append(f"its column {field.name!r} is required, but the rows do not have it")
     if problems:
         advice = "; add_columns adds the missing ones" if not add_columns and "no column" in problems[0] else ""
         raise OutputError(
             f"{where}: the rows do not fit the table: {'; '.join(problems)}. Choose columns, prefix or another "
             f"output{advice}."
         )
+    check_nulls(where, rows, table)
+
+
+def check_nulls(where: str, rows: pa.Schema, table: pa.Schema) -> None:
+    """Raise OutputError if the rows may have null, or lack the column, where the table allows none, at any depth."""
+    shared = [(field, table.field(field.name)) for field in rows if field.name in table.names]
+    found = [place for field, there in shared for place in _nulls(field, there, field.name)]
+    found += [field.name for field in table if not field.nullable and field.name not in rows.names]
+    if found:
+        raise OutputError(
+            f"{where}: the table needs a value (NOT NULL) in {', '.join(map(repr, found))}, but the rows may have null "
+            "there, for example in rows with an error, or lack the column. Let it have nulls (ALTER TABLE ... ALTER "
+            "COLUMN ... DROP NOT NULL), or score into another table and insert its rows."
+        )
+
+
+def _nulls(field: pa.Field, there: pa.Field, place: str) -> Iterator[str]:
+    if field.nullable and not there.nullable:
+        yield place
+    for own, inner in pairs(field.type, there.type):
+        if own is not None:
+            yield from _nulls(own, inner, f"{place}.{inner.name}")
 
 
 def short(field: pa.Field) -> pa.Field:
     """Return the field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
-    kind = field.type
-    if pa.types.is_large_string(kind):
-        kind = pa.string()
-    elif pa.types.is_large_binary(kind):
-        kind = pa.binary()
-    elif pa.types.is_large_list(kind):
-        kind = pa.list_(short(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([short(one) for one in kind])
-    elif pa.types.is_map(kind):
-        kind = pa.map_(short(kind.key_field), short(kind.item_field))
-    return field.with_type(kind)
+    kind = field.type if pa.types.is_fixed_size_binary(field.type) else without_size(field.type)
+    return field.with_type(rebuilt(kind, short))
 
 
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
     """Return the rows' schema with the table's types where these hold every value: float to double, int to long."""
-
-    def fits(kind: pa.DataType, there: pa.DataType) -> bool:
-        decimals = pa.types.is_decimal128(kind) and pa.types.is_decimal128(there) and kind.scale == there.scale
-        pairs = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
-        return (kind, there) in pairs or (decimals and kind.precision < there.precision)
-
-    types = {field.name: field.type for field in table}
+    kinds = {one.name: one.type for one in table if not pa.types.is_timestamp(one.type)}
+    wider = {one.name: common_type(one.type, kinds.get(one.name, one.type)) for one in rows}
     return pa.schema(
-        [field.with_type(types[field.name]) if fits(field.type, types.get(field.name)) else field for field in rows]
+        [one.with_type(kinds[one.name]) if wider[one.name] == kinds.get(one.name) else one for one in rows]
     )
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
     """Return a type without what differs between readers: names and nullability of list items, large offsets."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(pa.field("item", plain(kind.value_type)))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(plain(kind.key_type), pa.field("value", plain(kind.item_type)))
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz and "UTC")
-    return _WIDER.get(kind, kind)
+    named = pa.types.is_struct(kind)
+    return rebuilt(_WIDER.get(kind, kind), lambda one: pa.field(one.name if named else "value", plain(one.type)))

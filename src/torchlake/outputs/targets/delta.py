@@ -9,7 +9,7 @@ overwrite by itself, rows that another writer added meanwhile would stay in the 
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -21,10 +21,11 @@ from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, Target
+from torchlake.outputs.target import Change, Conflict, Logged, SinkOptions, Target, reads_log
 from torchlake.outputs.targets._delta_history import is_lost
-from torchlake.outputs.targets._schemas import check_fit, delta_schema
-from torchlake.storage.errors import storage_failure
+from torchlake.outputs.targets._delta_rules import check_rules, commit_error
+from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
+from torchlake.storage.errors import first_line, library_errors, storage_failure
 from torchlake.storage.objects import RETRIES, RETRY_S
 from torchlake.storage.urls import EXTRAS, is_url, object_store_options
 from torchlake.tables.sources import delta as source
@@ -33,19 +34,9 @@ from torchlake.tables.sources.files import local_path
 APP = "torchlake"
 KEPT_COMMITS = "torchlake.commit"
 "The field of a log entry that names the commit."
+_STATISTICS = ("null_count", "min", "max")
 HISTORY = 20
 "Number of log entries that are searched for torchlake's last commit; entries of maintenance may come after it."
-_REFUSED = {
-    "checkConstraints": "has constraints, which Delta writers have to check on every row",
-    "generatedColumns": "has generated columns",
-    "identityColumns": "has identity columns",
-    "columnMapping": "maps the names of its columns",
-    "icebergCompatV1": "must stay readable as an Iceberg table",
-    "icebergCompatV2": "must stay readable as an Iceberg table",
-    "rowTracking": "tracks its rows",
-    "clustering": "is clustered",
-}
-"Writer features that a new file would have to follow."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +53,14 @@ class DeltaSnapshot:
     @property
     def latest(self) -> str | None:
         """The commit that the last entries of the log name."""
-        entries = [] if self.table is None else self.table.history(HISTORY)
+        if self.table is None:
+            return None
+        with library_errors(self.table.table_uri):
+            entries = self.table.history(HISTORY)
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
 
 
+@reads_log
 @dataclass(frozen=True, kw_only=True)
 class DeltaTarget:
     """A Delta table as an output."""
@@ -74,6 +69,8 @@ class DeltaTarget:
     root: str
     options: SinkOptions
     partition_by: tuple[str, ...]
+    required: frozenset[str] = frozenset()
+    "The table's NOT NULL columns."
     reusable: bool = False
     staged: bool = False
 
@@ -82,12 +79,13 @@ class DeltaTarget:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError, TableNotFoundError
 
-        try:
-            return DeltaSnapshot(table=DeltaTable(self.root, storage_options=self._storage))
-        except TableNotFoundError:
-            return DeltaSnapshot(table=None)
-        except (DeltaError, OSError, ValueError) as error:
-            raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
+        with library_errors(self.shown):
+            try:
+                return DeltaSnapshot(table=DeltaTable(self.root, storage_options=self._storage))
+            except TableNotFoundError:
+                return DeltaSnapshot(table=None)
+            except (DeltaError, OSError, ValueError) as error:
+                raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
 
     def table_id(self, snapshot: DeltaSnapshot) -> str:
         """Return the id in the metadata of the table."""
@@ -97,10 +95,10 @@ class DeltaTarget:
         """Do nothing: a table is created at its first commit."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """Return a folder of this commit, in the table."""
-        return PartFolder(
-            location=f"{self.root.rstrip('/')}/{APP}-{commit[:16]}", schema=delta_schema(schema), statistics=True
-        )
+        """Return a folder of this commit, in the table; a part with null in a NOT NULL column cannot be written."""
+        fields = [field.with_nullable(field.name not in self.required) for field in delta_schema(schema)]
+        location = f"{self.root.rstrip('/')}/{APP}-{commit[:16]}"
+        return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
     def check(self, snapshot: DeltaSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
@@ -122,7 +120,7 @@ class DeltaTarget:
         table = snapshot.table
         if table is None:
             return
-        self._check_features(table)
+        check_rules(self.shown, table, self.options.mode)
         if self.options.mode == "create" and table.file_uris():
             raise OutputError(
                 f"{self.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
@@ -133,8 +131,11 @@ class DeltaTarget:
                 f"{self.shown}: is partitioned by {table.metadata().partition_columns or 'nothing'}; leave "
                 "partition_by out."
             )
-        if self.options.mode != "overwrite":
-            check_fit(self.shown, schema, pa.schema(table.schema().to_arrow()), add_columns=self.options.add_columns)
+        there = pa.schema(table.schema().to_arrow())
+        if self.options.mode == "overwrite":  # it replaces the columns too, but does not weaken them
+            check_nulls(self.shown, schema, there)
+        else:
+            check_fit(self.shown, schema, there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: DeltaSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
         """Return whether the log has the transaction of this commit and, with its record, lists just its files."""
@@ -179,13 +180,32 @@ class DeltaTarget:
                 f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
             )
-        found = []
-        for action in pa.table(snapshot.table.get_add_actions()).to_pylist():
-            values = {name: partition_text(value) for name, value in (action.get("partition") or {}).items()}
-            path = unquote(action["path"])
-            file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
-            found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
-        return found
+        return [
+            LiveFile(
+                path=path,
+                file=source.file_at(self.root, path),
+                bytes=one.bytes,
+                partition=tuple(one.partition.items()),
+            )
+            for path, one in self.logged(snapshot).items()
+        ]
+
+    def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
+        """Return the statistics and partitions in the log."""
+        table = snapshot.table
+        actions = pa.table(table.get_add_actions()).to_pylist() if table is not None and table.file_uris() else []
+        return {
+            unquote(one["path"]): Logged(
+                one["size_bytes"],
+                one.get("num_records"),
+                {name: partition_text(value) for name, value in (one.get("partition") or {}).items()},
+                *(
+                    {name: value for name, value in (one.get(field) or {}).items() if value is not None}
+                    for field in _STATISTICS
+                ),
+            )
+            for one in actions
+        }
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """Return the position, which is stored as the version of a transaction with this name."""
@@ -197,7 +217,6 @@ class DeltaTarget:
     def commit(self, snapshot: DeltaSnapshot, change: Change) -> Mapping[str, Any]:
         """Make one transaction on top of this version."""
         from deltalake import CommitProperties, DeltaTable, Transaction
-        from deltalake.exceptions import CommitFailedError, DeltaError
 
         table, schema = snapshot.table, change.schema
         try:
@@ -236,11 +255,10 @@ class DeltaTarget:
                     custom_metadata={KEPT_COMMITS: change.id}, max_commit_retries=0, app_transactions=apps
                 ),
             )
-        except CommitFailedError as error:
-            raise Conflict(str(error)) from error
-        except (DeltaError, OSError) as error:
-            # The entry of the log may have been written before the error. The next attempt looks for the transaction.
-            raise CommitUnknown(str(error)) from error
+        except Conflict:
+            raise
+        except Exception as error:  # deltalake raises plain ones, too
+            raise commit_error(self.shown, error) from error
         return change.record
 
     @property
@@ -259,22 +277,6 @@ class DeltaTarget:
         path, now = f"{APP}-{commit[:16]}/{part.name}", int(time.time() * 1000)
         return AddAction(path, part.bytes, dict(part.partition), now, True, part.statistics)
 
-    def _check_features(self, table: Any) -> None:
-        features = {*(table.protocol().writer_features or ())}
-        configuration = table.metadata().configuration
-        used = {name for name in features & _REFUSED.keys() if name not in ("checkConstraints", "columnMapping")}
-        if any(name.startswith("delta.constraints.") for name in configuration):
-            used.add("checkConstraints")
-        if configuration.get("delta.columnMapping.mode", "none") != "none":
-            used.add("columnMapping")
-        if configuration.get("delta.appendOnly") == "true" and self.options.mode not in ("create", "append"):
-            raise OutputError(f"{self.shown}: is append-only (delta.appendOnly); use mode append.")
-        for name in sorted(used):
-            raise OutputError(
-                f"{self.shown}: {_REFUSED[name]} ({name}), which is not supported. Score into another table, and "
-                "insert its rows with an engine that supports it."
-            )
-
 
 def recognizes(output: str, format: str | None) -> bool:
     """Return whether `output` is a folder with a `_delta_log`, or `format` asks for one."""
@@ -286,7 +288,7 @@ def recognizes(output: str, format: str | None) -> bool:
 def open_target(output: str, options: SinkOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
     try:
-        from deltalake import DeltaTable
+        import deltalake  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
             f"{output}: a Delta table needs the library 'deltalake', which is not installed: "
@@ -302,11 +304,10 @@ def open_target(output: str, options: SinkOptions) -> DeltaTarget:
         _refuse_other_files(Path(root))
     target = DeltaTarget(shown=root, root=root, options=options, partition_by=options.partition_by)
     table = target.snapshot().table
-    if isinstance(table, DeltaTable):
-        return DeltaTarget(
-            shown=root, root=root, options=options, partition_by=tuple(table.metadata().partition_columns)
-        )
-    return target
+    if table is None:
+        return target
+    required = frozenset(field.name for field in table.schema().fields if not field.nullable)
+    return replace(target, partition_by=tuple(table.metadata().partition_columns), required=required)
 
 
 def open_dataset(output: str) -> Any:
@@ -321,8 +322,8 @@ def open_dataset(output: str) -> Any:
         return _without_statistics(table)
     except DeltaError as error:
         raise OutputError(
-            f"{output}: cannot be opened as a pyarrow dataset: {str(error).splitlines()[0]}. Read it with DuckDB "
-            "(delta_scan) or Spark."
+            f"{output}: cannot be opened as a pyarrow dataset: {first_line(error)}. Read it with DuckDB (delta_scan) "
+            "or Spark."
         ) from error
 
 

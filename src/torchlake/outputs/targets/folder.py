@@ -31,6 +31,7 @@ from torchlake.tables.record import (
     output_path,
     read_commit,
     recorded_schema,
+    sealed,
 )
 
 
@@ -110,7 +111,7 @@ class LocalFolderTarget:
         try:
             fenced = staging.fence(folder)
             _keep_only(fenced, folder / staging.MEMBERS, change)
-            record = {**change.record, **schema_fields(pq.read_schema(fenced / change.files[0].name))}
+            record = sealed({**change.record, **schema_fields(pq.read_schema(fenced / change.files[0].name))})
             # Plan and record are inside before the rename, so the output never exists without them. After a crash up
             # to the rename, `reopen` moves the folder back, and the next run keeps its parts.
             (fenced / FOLDER).mkdir()

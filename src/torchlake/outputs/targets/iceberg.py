@@ -22,7 +22,7 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER, read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, Target
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, Logged, SinkOptions, Target, reads_log
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
     Attempt,
@@ -30,6 +30,7 @@ from torchlake.outputs.targets._iceberg_tables import (
     check_features,
     checked_spec,
     create_table,
+    refusal,
     single_attempt,
 )
 from torchlake.outputs.targets._schemas import check_fit, iceberg_schema, widened
@@ -63,6 +64,7 @@ class IcebergSnapshot:
         return found
 
 
+@reads_log
 @dataclass(kw_only=True)
 class IcebergTarget:
     """A table of a catalog as an output."""
@@ -137,7 +139,7 @@ class IcebergTarget:
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
-        rows, table = _stored(schema), snapshot.table
+        rows, table = iceberg_schema(schema), snapshot.table
         if table is not None:
             check_features(self.shown, table)
         columns = self.options.partition_by if table is None else checked_spec(self.shown, table)
@@ -164,7 +166,10 @@ class IcebergTarget:
             )
         if self.options.partition_by and self.options.partition_by != columns:
             raise UsageError(f"{self.shown}: is partitioned by {list(columns) or 'nothing'}; leave partition_by out.")
-        there = files.schema_to_arrow(table)
+        identifiers = table.schema().identifier_field_names()
+        there = pa.schema(
+            [one.with_nullable(one.nullable and one.name not in identifiers) for one in files.schema_to_arrow(table)]
+        )
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str, record: Mapping[str, Any] | None = None) -> bool:
@@ -215,6 +220,10 @@ class IcebergTarget:
         """Return the files of this snapshot. Raises OutputError if a reader needs more than the files."""
         return [] if snapshot.table is None else files.replaceable_files(snapshot.table, self.shown)
 
+    def logged(self, snapshot: IcebergSnapshot) -> Mapping[str, Logged]:
+        """Return the counts, bounds and partitions in the manifests."""
+        return {} if snapshot.table is None else files.logged(snapshot.table)
+
     def position(self, snapshot: IcebergSnapshot, name: str) -> int | None:
         """Return the number in the property of this name."""
         text = None if snapshot.table is None else snapshot.table.properties.get(f"{POSITION}{name}")
@@ -246,6 +255,8 @@ class IcebergTarget:
                 _stage(table, change, transaction.update_snapshot(snapshot_properties={COMMIT: change.id}))
             except OSError as error:
                 raise StorageError(f"{self.shown}: {first_line(error)}. Run the same command again.") from error
+            except Exception as error:  # from pyiceberg, which makes the manifests
+                raise refusal(self.shown, error) from error
             try:
                 transaction.commit_transaction()
             except Conflict:

@@ -64,10 +64,10 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str], bounded:
         alone = pa.BufferReader(b"PAR1" + footer + tail[-8:])
         parquet = pq.ParquetFile(alone, **_INT96)
         schema, metadata = parquet.schema_arrow, parquet.metadata
-    wanted = tuple(columns) or tuple(schema.names)
-    bounds = {name: found for name in bounded if (found := _bounds(metadata, schema, name)) is not None}
-    checksums = _has_checksums(file, version, metadata)
-    return Footer(version, schema, wanted, _row_groups(metadata, wanted), checksums, bounds)
+        wanted = tuple(columns) or tuple(schema.names)
+        bounds = {name: found for name in bounded if (found := _bounds(metadata, schema, name)) is not None}
+        checksums = _has_checksums(file, version, metadata)
+        return Footer(version, schema, wanted, _row_groups(metadata, wanted), checksums, bounds)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def translate_errors(file: str, where: str = "") -> Iterator[None]:
     """Turn errors of pyarrow and the storage into TableErrors that name the file (and the rows)."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged name is not UTF-8
         damaged = " The file is damaged; restore it." if "CRC" in str(error) or "checksum" in str(error) else ""
         raise TableError(f"{file}{where}: cannot be read: {error}.{damaged}") from error
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torchlake.errors import MissingExtra, TableError, TorchlakeError, pip_install
 from torchlake.redaction import redacted
-from torchlake.storage.errors import first_line
+from torchlake.storage.errors import first_line, library_errors
 from torchlake.storage.urls import is_url, s3_address
 
 _NAME = re.compile(r"iceberg:(?P<catalog>[^@./]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
@@ -62,10 +62,11 @@ def load_table(name: TableName) -> Any:
     """Return the pyiceberg table. Raises TableError when it cannot be read, MissingExtra when a library is missing."""
     if not name.catalog:
         _check_installed(name)
-        try:
-            return _read_metadata(name.table)
-        except (OSError, ValueError) as error:
-            raise TableError(f"{name.shown}: the metadata file cannot be read: {first_line(error)}.") from error
+        with library_errors(name.shown):
+            try:
+                return _read_metadata(name.table)
+            except (OSError, ValueError) as error:
+                raise TableError(f"{name.shown}: the metadata file cannot be read: {first_line(error)}.") from error
     with catalog_errors(name), opened_catalog(name) as catalog:
         return catalog.load_table(name.table)
 

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError, Unavailable
 from torchlake.storage.access import open_binary
+from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.sources._interface import ChangedRows
 
 LOG = "_delta_log"
@@ -78,9 +79,10 @@ def changed_rows(delta_table: Any, since: int, version: int, key: str) -> Change
             f"{delta_table.table_uri}: the change data feed after version {since} cannot be read: "
             f"{str(error).splitlines()[0]}. Score the whole table again (mode overwrite)."
         ) from error
-    # deltalake returns string views, for which Arrow lacks functions.
-    views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-    feed = feed.cast(pa.schema([field.with_type(views.get(field.type, field.type)) for field in feed.schema]))
+    # deltalake returns string views, for which Arrow lacks functions, and partition columns in types of its own.
+    types = {field.name: storage_type(field.type) for field in pa.schema(delta_table.schema().to_arrow())}
+    types["_change_type"] = pa.string()
+    feed = feed.cast(pa.schema([field.with_type(types.get(field.name, field.type)) for field in feed.schema]))
     if key not in feed.column_names:
         raise TableError(f"{delta_table.table_uri}: has no column {key!r}. Give a column of the table as the key.")
     keys = feed[key].combine_chunks().unique()

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import TableError
+from torchlake.tables.formats.types import children, rebuilt, without_size
 from torchlake.tables.sources._interface import SourceFile, View
 from torchlake.tables.sources._lakehouse import constant_text
 
@@ -104,31 +105,16 @@ def _id(field: pa.Field) -> int | None:
     return None if found is None else int(found)
 
 
-def _children(kind: pa.DataType) -> list[pa.Field]:
-    if pa.types.is_map(kind):
-        return [kind.key_field, kind.item_field]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [kind.value_field]
-    return [kind.field(place) for place in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-
-
 def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
     """Return the ids and names of the fields inside a type, at every depth; only structs have names."""
     names = pa.types.is_struct(kind)
     return [
-        (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in _children(kind)
+        (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in children(kind)
     ]
 
 
 def _without_ids(kind: pa.DataType) -> pa.DataType:
     """Return the type with 32-bit offsets, as in Parquet files, and without field ids."""
-    if pa.types.is_large_string(kind):
-        return pa.string()
-    if pa.types.is_large_binary(kind):
-        return pa.binary()
-    inner = [one.with_type(_without_ids(one.type)).remove_metadata() for one in _children(kind)]
-    if pa.types.is_map(kind):
-        return pa.map_(inner[0], inner[1])
-    if pa.types.is_struct(kind):
-        return pa.struct(inner)
-    return pa.list_(inner[0]) if inner else kind
+    if not pa.types.is_fixed_size_binary(kind):
+        kind = without_size(kind)
+    return rebuilt(kind, lambda one: one.with_type(_without_ids(one.type)).remove_metadata())

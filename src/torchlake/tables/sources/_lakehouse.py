@@ -9,6 +9,7 @@ partition, a glob, a folder of tables, a link or a URL. Files that the user name
 import fnmatch
 import os
 import posixpath
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,6 +45,19 @@ def constant_text(where: str, column: str, value: pa.Scalar) -> str | None:
     raise TableError(
         f"{where}: the value {value} of the column {column!r} in the table's log cannot be read without loss."
     )
+
+
+def logged_text(where: str, column: str, text: str | None, kind: pa.DataType) -> str | None:
+    """Return the text of a partition's value in a log of Delta as `constant_text`; an empty one is null."""
+    if not text:
+        return None
+    # Times are UTC; only the newer of the two ways to write them has a zone.
+    zoned = not pa.types.is_timestamp(kind) or kind.tz is None or re.search(r"(Z|[+-]\d\d:?\d\d)$", text)
+    try:
+        value = pa.scalar(text if zoned else f"{text}Z").cast(kind)
+    except pa.ArrowException as error:
+        raise TableError(f"{where}: the column {column!r} is {kind}, but has the value {text!r} in the log.") from error
+    return constant_text(where, column, value)
 
 
 def refuse_lakehouse_tables(listed: Sequence[str]) -> None:

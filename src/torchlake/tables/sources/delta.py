@@ -10,6 +10,8 @@ floats. A table that needs another reader feature is refused, with the feature's
 
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -19,12 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
-from torchlake.storage.errors import storage_errors
+from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
+from torchlake.tables.formats.types import same_name
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
+from torchlake.tables.sources._iceberg_columns import FIELD_ID
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
-from torchlake.tables.sources._lakehouse import constant_text
+from torchlake.tables.sources._lakehouse import constant_text, logged_text
 from torchlake.tables.sources.files import local_path
 
 VERSION = re.compile(r"(?P<table>.+)@v(?:(?P<since>\d+)\.\.v)?(?P<version>\d+)", re.DOTALL)
@@ -33,7 +37,7 @@ FEATURES = frozenset(
      "vacuumProtocolCheck"}
 )  # fmt: skip
 "Reader features that need no work, or are supported here."
-_PHYSICAL = "delta.columnMapping.physicalName"
+_PHYSICAL, _ID = "delta.columnMapping.physicalName", "delta.columnMapping.id"
 
 
 class DeltaPath(NamedTuple):
@@ -63,46 +67,41 @@ def open_source(source: str | Path) -> SourceTable:
     Raises TableError for a version that does not exist and for unsupported reader features, MissingExtra when deltalake
     is not installed.
     """
+    with library_errors(os.fspath(source)):
+        return _opened(source)
+
+
+def _opened(source: str | Path) -> SourceTable:
     found = _parse(source)
     assert found is not None, "open_source is called only for recognized sources"
     table = _load(found)
-    version = table.version()
-    where = f"{found.table}@v{version}"
+    where = f"{found.table}@v{table.version()}"
     physical = _checked_names(table, where)
     if found.since is not None:
         return _open_added(found, table, physical)
-    schema = pa.schema(table.schema().to_arrow())
-    names = {logical: name for logical, name in physical.items() if logical != name}
     logical = {name: one for one, name in physical.items()}
     deleted = _deleted_rows(table)
     actions: Any = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
     files = []
     for action in actions:
         path = unquote(action["path"].as_py())
-        constants = {} if "partition" not in action else dict(action["partition"].items())
-        constants = {logical.get(name, name): value for name, value in constants.items()}
+        values = {} if "partition" not in action else dict(action["partition"].items())
+        constants = {logical.get(name, name): value for name, value in values.items()}
         constants = {name: constant_text(where, name, value) for name, value in constants.items()}
-        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
-        view = View(constants=constants, names={one: name for one, name in names.items() if one not in constants})
-        size, rows, gone = action["size_bytes"].as_py(), action["num_records"].as_py(), deleted.pop(unquote(path), b"")
-        files.append(SourceFile(name=path, file=file, size=size, rows=rows, view=view, deleted=gone))
+        one = _file(found.table, path, action["size_bytes"].as_py(), constants, physical)
+        gone = deleted.pop(unquote(path), b"")
+        files.append(replace(one, rows=action["num_records"].as_py(), deleted=gone))
     assert not deleted, f"{where}: deletion vectors of files that the version does not list: {sorted(deleted)}"
-    partitions = pa.schema([schema.field(name) for name in table.metadata().partition_columns])
     order = sorted(range(len(files)), key=lambda place: files[place].name)
-    return SourceTable(
-        files=tuple(files[place] for place in order),
-        identity=_identity(found, table),
-        schema=schema,
-        partitions=partitions,
-        bounds=_bounds(actions.take(pa.array(order)), logical) if files else {},
-    )
+    bounds = _bounds(actions.take(pa.array(order)), logical) if files else {}
+    return replace(_table(found, table, physical, files), bounds=bounds)
 
 
 def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> SourceTable:
     """Return the files that were added after a version. Raises TableError if existing rows changed too."""
     assert found.since is not None, "called only for a range of versions"
-    version, where = table.version(), f"{found.table}@v{found.since}..v{found.version}"
-    added = added_files(found.table, found.since, version)
+    where = f"{found.table}@v{found.since}..v{found.version}"
+    added = added_files(found.table, found.since, table.version())
     if added.changed:
         raise TableError(
             f"{where}: {added.changed}, so the added files are not all that is new. Turn on the table's change data "
@@ -112,15 +111,30 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
     schema = pa.schema(table.schema().to_arrow())
     files = []
     for action in added.files:
-        path, values = action["path"], action.get("partitionValues") or {}
-        constants = {logical.get(name, name): value or None for name, value in values.items()}
-        names = {one: name for one, name in physical.items() if one != name and one not in constants}
-        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
-        files.append(SourceFile(name=path, file=file, size=action["size"], view=View(constants=constants, names=names)))
+        values = {logical.get(name, name): text for name, text in (action.get("partitionValues") or {}).items()}
+        constants = {name: logged_text(where, name, text, schema.field(name).type) for name, text in values.items()}
+        files.append(_file(found.table, action["path"], action["size"], constants, physical))
+    return _table(found, table, physical, files)
+
+
+def file_at(table: str, path: str) -> str:
+    """Return the path or URL of a file that a table's log names."""
+    return path if is_url(path) or path.startswith("/") else f"{table.rstrip('/')}/{path}"
+
+
+def _file(table: str, path: str, size: int, constants: dict[str, str | None], physical: dict[str, str]) -> SourceFile:
+    names = {one: name for one, name in physical.items() if one != name and one not in constants}
+    return SourceFile(name=path, file=file_at(table, path), size=size, view=View(constants=constants, names=names))
+
+
+def _table(found: DeltaPath, table: Any, physical: dict[str, str], files: list[SourceFile]) -> SourceTable:
+    schema = pa.schema(table.schema().to_arrow())
+    since = {} if found.since is None else {"since": found.since}
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
-        identity=_identity(found, table) | {"since": found.since},
+        identity=_identity(found, table) | since,
         schema=schema,
+        view=_view_of(table, physical),
         partitions=pa.schema([schema.field(name) for name in table.metadata().partition_columns]),
     )
 
@@ -145,10 +159,12 @@ def follow(source: str | Path) -> Followed | None:
     table = _load(found)
 
     def rows(since: int, version: int, key: str) -> ChangedRows | None:
-        return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
+        with library_errors(found.table):
+            return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
 
     def has_changed(since: int, version: int) -> str:
-        return added_files(found.table, since, version).changed
+        with library_errors(found.table):
+            return added_files(found.table, since, version).changed
 
     return Followed(
         name=found.table,
@@ -200,14 +216,15 @@ def _load(found: DeltaPath) -> Any:
             f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
             f"{pip_install('torchlake[delta]')}"
         ) from error
-    try:
-        return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
-    except (DeltaError, OSError, ValueError) as error:
-        shown = found.table if found.version is None else f"{found.table}@v{found.version}"
-        hint = ""
-        if found.version is not None:
-            hint = f" Check that version {found.version} exists; its log may have been cleaned up."
-        raise TableError(f"{shown}: the Delta table cannot be read: {str(error).splitlines()[0]}.{hint}") from error
+    shown = found.table if found.version is None else f"{found.table}@v{found.version}"
+    with library_errors(shown):
+        try:
+            return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
+        except (DeltaError, OSError, ValueError) as error:
+            hint = ""
+            if found.version is not None:
+                hint = f" Check that version {found.version} exists; its log may have been cleaned up."
+            raise TableError(f"{shown}: the Delta table cannot be read: {first_line(error)}.{hint}") from error
 
 
 def _checked_names(table: Any, where: str) -> dict[str, str]:
@@ -230,6 +247,23 @@ def _checked_names(table: Any, where: str) -> dict[str, str]:
                 "mapping), which is not supported. Write the rows to a table without column mapping."
             )
     return names
+
+
+def _view_of(table: Any, physical: dict[str, str]) -> Callable[[SourceFile, pa.Schema, Sequence[str]], View]:
+    """Return how to find the columns in a file: by id if the table says so, else by name, which may differ by case."""
+    by_id = table.metadata().configuration.get("delta.columnMapping.mode") == "id"
+    ids = {one.name: str(one.metadata.get(_ID)) for one in table.schema().fields} if by_id else {}
+
+    def view(file: SourceFile, stored: pa.Schema, columns: Sequence[str]) -> View:
+        numbered = {(one.metadata or {}).get(FIELD_ID, b"").decode(): one.name for one in stored}
+        found = {
+            name: numbered.get(ids.get(name, "none")) or same_name(own, stored.names) or own
+            for name, own in physical.items()
+            if name not in file.view.constants
+        }
+        return replace(file.view, names={name: own for name, own in found.items() if name != own})
+
+    return view
 
 
 def _bounds(actions: pa.StructArray, logical: dict[str, str]) -> dict[str, Bounds]:

@@ -10,7 +10,7 @@ Supported: position deletes, deletion vectors, identity partitions, columns that
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.storage.errors import first_line
+from torchlake.storage.errors import first_line, library_errors
 from torchlake.tables.sources._catalogs import TableName, load_table, parse_name
 from torchlake.tables.sources._iceberg_columns import Columns
 from torchlake.tables.sources._interface import Followed, SourceFile, SourceTable, View
@@ -65,32 +65,40 @@ def open_source(source: str | Path) -> SourceTable:
     """
     parsed = _parse(source)
     between = _RANGE.fullmatch(parsed.ref or "")
-    if between is not None:
-        return _open_added(parsed, int(between["since"]), int(between["snapshot"]))
+    with library_errors(parsed.shown):
+        if between is not None:
+            return _open_added(parsed, int(between["since"]), int(between["snapshot"]))
+        return _opened(parsed)
+
+
+def _opened(parsed: TableName) -> SourceTable:
     table, snapshot, schema = _at(parsed)
     number = None if snapshot is None else int(snapshot.snapshot_id)
-    columns = Columns.of(parsed.shown, schema, table.name_mapping())
     tasks = [] if number is None else _tasks(table, number, parsed.shown)
-    deleted, specs, location = _deleted_rows(table, tasks), table.specs(), local_path(table.location()).rstrip("/")
-    files = []
-    for task in tasks:
-        file = local_path(task.file.file_path)
-        files.append(
-            SourceFile(
-                name=file.removeprefix(f"{location}/"),
-                file=file,
-                size=task.file.file_size_in_bytes,
-                rows=task.file.record_count,
-                view=View(constants=columns.partition_values(task.file, specs[task.file.spec_id])),
-                deleted=deleted.get(task.file.file_path, b""),
-            )
+    identity = _identity(parsed, table, snapshot)
+    return _table(parsed, table, schema, [one.file for one in tasks], identity, _deleted_rows(table, tasks))
+
+
+def _table(
+    parsed: TableName, table: Any, schema: Any, found: Iterable[Any], identity: Mapping[str, Any],
+    deleted: Mapping[str, bytes],
+) -> SourceTable:  # fmt: skip
+    """Return a table with these data files, which are entries of manifests."""
+    columns, specs = Columns.of(parsed.shown, schema, table.name_mapping()), table.specs()
+    location = local_path(table.location()).rstrip("/")
+    files = [
+        SourceFile(
+            name=local_path(one.file_path).removeprefix(f"{location}/"),
+            file=local_path(one.file_path),
+            size=one.file_size_in_bytes,
+            rows=one.record_count,
+            view=View(constants=columns.partition_values(one, specs[one.spec_id])),
+            deleted=deleted.get(one.file_path, b""),
         )
-    return SourceTable(
-        files=tuple(sorted(files, key=lambda one: one.name)),
-        identity=_identity(parsed, table, snapshot),
-        schema=columns.schema,
-        view=columns.view,
-    )
+        for one in found
+    ]
+    ordered = tuple(sorted(files, key=lambda one: one.name))
+    return SourceTable(files=ordered, identity=identity, schema=columns.schema, view=columns.view)
 
 
 def _identity(parsed: TableName, table: Any, snapshot: Any) -> dict[str, Any]:
@@ -125,7 +133,9 @@ def follow(source: str | Path) -> Followed | None:
 
     def has_changed(since: int, position: int) -> str:
         read = load_table(parsed)
-        return _added_files(parsed, read, _snapshot_of(parsed, read, since), _snapshot_of(parsed, read, position))[1]
+        with library_errors(parsed.shown):
+            first, last = _snapshot_of(parsed, read, since), _snapshot_of(parsed, read, position)
+            return _added_files(parsed, read, first, last)[1]
 
     return Followed(
         name=parsed.shown,
@@ -181,21 +191,8 @@ def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
             f"{parsed.shown}@{since}..{snapshot}: {changed}, so the added files are not all that is new. Score the "
             "whole table again (mode overwrite)."
         )
-    schema, specs = table.schema(), table.specs()
-    columns = Columns.of(parsed.shown, schema, table.name_mapping())
-    location = local_path(table.location()).rstrip("/")
-    files = []
-    for one in added:
-        file = local_path(one.file_path)
-        view = View(constants=columns.partition_values(one, specs[one.spec_id]))
-        name = file.removeprefix(f"{location}/")
-        files.append(SourceFile(name=name, file=file, size=one.file_size_in_bytes, rows=one.record_count, view=view))
-    return SourceTable(
-        files=tuple(sorted(files, key=lambda one: one.name)),
-        identity=_identity(parsed, table, table.metadata.snapshot_by_id(snapshot)) | {"since": since},
-        schema=columns.schema,
-        view=columns.view,
-    )
+    identity = _identity(parsed, table, table.metadata.snapshot_by_id(snapshot)) | {"since": since}
+    return _table(parsed, table, table.schema(), added, identity, {})
 
 
 def _parse(source: str | Path) -> TableName:
@@ -278,6 +275,11 @@ def _read_deletes(io: Any, delete: Any) -> dict[str, np.ndarray]:
             content = stream.read()
     except OSError as error:
         raise Unavailable(f"{delete.file_path}: the delete file cannot be read: {first_line(error)}.") from error
+    with library_errors(delete.file_path):
+        return _deleted_places(delete, content)
+
+
+def _deleted_places(delete: Any, content: bytes) -> dict[str, np.ndarray]:
     if delete.file_format.name == "PUFFIN":
         from pyiceberg.table.deletion_vector import deletion_vectors_from_puffin_file
         from pyiceberg.table.puffin import PuffinFile

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, StorageError, UnsafeError
+from torchlake.outputs.target import Logged
 from torchlake.storage.folders import folder_at
 from torchlake.storage.urls import is_url
 from torchlake.tables.failures import count_failed
@@ -33,6 +35,8 @@ class PartCheck:
     row_ids: bool
     unchanged: frozenset[str]
     "Names of the unchanged inputs, with whose keys the parts are compared."
+    logged: Mapping[str, Logged]
+    "What a table's log says about the parts, by name; readers find rows by it."
 
 
 @dataclass(kw_only=True)
@@ -75,11 +79,14 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
         if digest != part["sha256"]:
             seen.problems.append(f"{name}: its sha256 differs from the committed one; it is damaged, or was edited.")
         file = f"{check.folder}/{name}"
-        columns, seen.rows, seen.failed = _count_rows(file)
+        logged = check.logged.get(name)
+        columns, seen.rows, seen.failed, wrong = _count_rows(file, logged)
+        if logged is not None:
+            seen.problems += _log_problems(part, logged, seen.rows, wrong)
     except UnsafeError as error:
         seen.problems.append(str(error))
         return seen
-    except (pa.ArrowException, OSError, DataError, StorageError) as error:
+    except (pa.ArrowException, OSError, DataError, StorageError, KeyError) as error:  # KeyError: two of one name
         seen.problems.append(f"{name}: cannot be read: {error}")
         return seen
     # A file of one partition has only some of the rows of its chunks.
@@ -120,15 +127,49 @@ def _sha256(folder: str, name: str) -> str | None:
     return atomic_io.sha256_file(path) if path.is_file() else None
 
 
-def _count_rows(file: str) -> tuple[pa.Schema, int, int]:
-    """Return a part's columns, rows and failed rows; every page is read and its checksum verified."""
+def _count_rows(file: str, logged: Logged | None) -> tuple[pa.Schema, int, int, set[str]]:
+    """Return a part's columns, rows, failed rows, and the columns whose statistics in the log are wrong.
+
+    Every page is read and its checksum verified.
+    """
     rows = failed = 0
+    wrong: set[str] = set()
+    nulls: Counter[str] = Counter()
     with open_parquet(file) as parquet:
         columns = parquet.schema_arrow.remove_metadata()
         for batch in parquet.iter_batches(use_threads=False):
             rows += batch.num_rows
             failed += count_failed(batch)
-    return columns, rows, failed
+            nulls.update({name: batch[name].null_count for name in batch.schema.names})
+            wrong |= _outside(batch, logged) if logged is not None else set()
+    counts = {} if logged is None else logged.nulls
+    wrong |= {name for name, count in counts.items() if isinstance(count, int) and count != nulls.get(name, count)}
+    return columns, rows, failed, wrong
+
+
+def _outside(batch: pa.RecordBatch, logged: Logged) -> set[str]:
+    """Return the columns that have a value outside of their bounds in the log."""
+    found = set()
+    for name in {*logged.lowest, *logged.highest} & {
+        one.name for one in batch.schema if not pa.types.is_nested(one.type)
+    }:
+        own = pc.min_max(batch[name]).as_py()
+        low, high = logged.lowest.get(name, own["min"]), logged.highest.get(name, own["max"])
+        if own["min"] is not None and (own["min"] < low or own["max"] > high):
+            found.add(name)
+    return found
+
+
+def _log_problems(part: dict[str, Any], logged: Logged, rows: int, wrong: set[str]) -> list[str]:
+    """Return where the table's log differs from a part."""
+    said = [f"the statistics of {', '.join(sorted(wrong))}"] if wrong else []
+    said += [f"{logged.rows:,} rows"] if logged.rows not in (None, rows) else []
+    said += [f"{logged.bytes:,} bytes"] if logged.bytes != part["bytes"] else []
+    # Delta stores an empty string as null.
+    values = {name: value or None for name, value in part.get("partition", ())}
+    if values != {name: value or None for name, value in logged.partition.items()}:
+        said.append(f"the partition {dict(logged.partition)}")
+    return [f"{part['name']}: the table's log has wrong values: {', '.join(said)}."] if said else []
 
 
 def as_names(schema: pa.Schema) -> dict[str, str]:

@@ -16,11 +16,13 @@ from typing import Any
 
 from torchlake.display import Shown, count, shown
 from torchlake.outputs.find import Committed, committed
+from torchlake.redaction import redacted
+from torchlake.storage.errors import library_errors
 from torchlake.storage.spread import Spread, in_process
 from torchlake.storage.urls import is_url
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
 from torchlake.tables.plan import Plan, plan_from_json
-from torchlake.tables.record import PLAN, recorded_schema
+from torchlake.tables.record import PLAN, SEAL, recorded_schema, sealed
 from torchlake.tables.verification.inputs import other_files, selection_note, unchanged_inputs
 from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
 
@@ -59,10 +61,11 @@ def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
     `spread` is an engine's, to read a large output with all of its machines: `verify(output, spread=engine.spread)`.
     """
     found = Verification()
-    made = committed(output)
-    found.notes += made.notes
-    for one in made.commits:
-        _verify_commit(one, found, spread or in_process)
+    with library_errors(redacted(os.fspath(output)), "Its records are damaged; write the output again."):
+        made = committed(output)
+        found.notes += made.notes
+        for one in made.commits:
+            _verify_commit(one, found, spread or in_process)
     return found
 
 
@@ -71,6 +74,8 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     record, plan = one.record, plan_from_json(one.plan)
     if plan.id != record["plan"]:
         found.problems.append(f"{PLAN} is not the plan that was committed: one of the two was edited.")
+    if SEAL in record and record != sealed(record):
+        found.problems.append("The commit record was edited: its hash differs.")
     parts = [part for part in record["parts"] if one.live is None or part["name"] in one.live]
     whole = len(parts) == len(record["parts"])
     if not whole:
@@ -84,7 +89,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     key = key if isinstance(key, str) and key in record["schema"] else None
     row_ids = key is None and "row_id" in record["schema"]
     unchanged = unchanged_inputs(plan, found.notes)
-    check = PartCheck(folder=one.folder, schema=schema, key=key, row_ids=row_ids, unchanged=unchanged)
+    check = PartCheck(
+        folder=one.folder, schema=schema, key=key, row_ids=row_ids, unchanged=unchanged, logged=one.logged
+    )
     tasks = [(part, [chunks[chunk] for chunk in _chunks_of(part) if chunk in chunks]) for part in parts]
     sizes = [max(0, int(part["bytes"])) for part in parts]
     bundles = bundled(tasks, sizes, BUNDLE_BYTES)

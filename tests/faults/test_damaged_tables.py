@@ -1,0 +1,32 @@
+"""Damaged and odd tables end in rows or in an error of torchlake, whatever a library raises: draws of damages."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from damaged_tables import DAMAGES, KINDS, Damage, Tables
+from sweeps import sweep
+
+DRAWS = st.builds(
+    Damage,
+    kind=st.sampled_from(DAMAGES),
+    file=st.integers(0, 99),
+    place=st.integers(0, 2**20),
+    value=st.integers(0, 2**32 - 1),
+)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
+    return Tables(tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("count", sweep([8, 2500], quick={8}))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_exception_of_a_library_reaches_a_user(tables: Tables, kind: str, count: int) -> None:
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(DRAWS)
+    def draw(one: Damage) -> None:
+        assert tables.raw_errors(kind, one) == []
+
+    draw()
