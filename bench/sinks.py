@@ -23,14 +23,14 @@ from _contender import forget_peak, peak_mib
 
 from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import part_name
-from torchlake.outputs.target import SinkOptions
+from torchlake.outputs.target import TargetOptions
 from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
 HOME = SCRATCH / "sinks"
-SINKS = {"folder": SinkOptions(), "delta": SinkOptions(format="delta"), "iceberg": SinkOptions(format="iceberg")}
+SINKS = {"folder": TargetOptions(), "delta": TargetOptions(format="delta"), "iceberg": TargetOptions(format="iceberg")}
 CATALOG = {
     "PYICEBERG_CATALOG__BENCH__URI": f"sqlite:///{HOME}/iceberg/catalog.db",
     "PYICEBERG_CATALOG__BENCH__WAREHOUSE": f"file://{HOME}/iceberg/warehouse",
@@ -72,7 +72,7 @@ def new_output(sink: str) -> str:
     return "iceberg:bench.db.out"
 
 
-def write_all(source: Path, output: str, options: SinkOptions, chunk_rows: int, model_s: float = 0.0) -> None:
+def write_all(source: Path, output: str, options: TargetOptions, chunk_rows: int, model_s: float = 0.0) -> None:
     table, place = open_table(source), output_of(output, options)
     plan = plan_chunks(table, columns=["id"], chunk_rows=chunk_rows, cached=place.earlier().inputs)
     with place.begin(WriteRequest(plan=plan, fingerprint={"key": "id"}, schema=SCHEMA)) as write:

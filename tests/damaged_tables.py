@@ -25,7 +25,7 @@ import torchlake as tl
 from delta_vectors import delete_by_vector
 from torchlake.errors import TorchlakeError
 from torchlake.outputs.find import output_of
-from torchlake.outputs.target import as_table, sink_options
+from torchlake.outputs.target import as_table, target_options
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._find import source_of
@@ -249,7 +249,7 @@ def _append(name: str) -> None:
 
 
 def _target(name: str) -> None:
-    target = output_of(name, sink_options({})).target
+    target = output_of(name, target_options({})).target
     snapshot, table = target.snapshot(), as_table(target)
     _ = snapshot.latest
     if table is not None:

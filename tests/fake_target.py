@@ -17,7 +17,7 @@ from torchlake.errors import OutputError
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, TargetOptions
 
 REQUEST = ("error",)
 UNCONDITIONAL = ("error", "lost")
@@ -115,7 +115,7 @@ class FakeTarget:
 
     world: Any
     root: str
-    options: SinkOptions
+    options: TargetOptions
     versions: list[Version] = field(default_factory=lambda: [Version()])
     partition_by: tuple[str, ...] = ()
     reusable: bool = False

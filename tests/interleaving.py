@@ -213,7 +213,7 @@ class World:
         self._set(lease, fcntl=SimpleNamespace(**{**vars(fcntl), "flock": self._flock}))
         self._set(_write, time=time, failpoint=self.stop)
         self._set(objects, failpoint=self.stop, _store=lambda url: self.store)
-        self._set(_state, temporary_folder=lambda name: self.folder / f"logs-{atomic_io.fingerprint(name)[:16]}")
+        self._set(_state, temporary_folder=lambda name: self.folder / f"logs-{atomic_io.digest(name)[:16]}")
         for module in (atomic_io, staging):
             self._set(module, failpoint=self._durable)
         for module, name in BEFORE:

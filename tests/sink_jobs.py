@@ -26,7 +26,7 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import part_name
-from torchlake.outputs.target import sink_options
+from torchlake.outputs.target import target_options
 from torchlake.outputs.targets import delta
 from torchlake.outputs.transaction import WriteRequest
 from torchlake.storage import lease, objects
@@ -56,7 +56,7 @@ def job(
     """
     table = open_table(source)
     columns = table.schema.names
-    place = output_of(output, sink_options(options))
+    place = output_of(output, target_options(options))
     place.refuse_input(table.files)
     plan = plan_chunks(table, columns=columns, chunk_rows=chunk_rows, cached=place.earlier().inputs)
     schema = pa.schema([pa.field("row_id", pa.string()), *plan.schema, pa.field("error", pa.string())])

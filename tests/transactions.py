@@ -26,12 +26,12 @@ from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.find import Output
 from torchlake.outputs.parts import part_name
 from torchlake.outputs.staging import folders as staging
-from torchlake.outputs.target import Mode, SinkOptions
+from torchlake.outputs.target import Mode, TargetOptions
 from torchlake.outputs.targets import folder, object_folder
 from torchlake.outputs.transaction import WriteRequest
 from torchlake.storage.objects import ObjectFolder
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk, ChunkPlan
 from torchlake.tables.record import COMMIT, PARTS
 from torchlake.tables.table import open_table
 
@@ -80,7 +80,7 @@ class Job:
 class Planned(NamedTuple):
     """A source's plan and the rows of its chunks."""
 
-    plan: Plan
+    plan: ChunkPlan
     ids: dict[tuple[str, int], pa.Array]
 
     def read(self, chunk: Chunk, version: int) -> pa.Table:
@@ -135,7 +135,7 @@ class Model:
         self.local, self.table = "store" not in kind, "table" in kind
         self.root = str(self.folder / "out") if self.local else "s3://bucket/out"
         self.state = str(staging.staging_of(Path(self.root))) if self.local else f"{self.root}/_torchlake/staging"
-        self.target = FakeTarget(world=self.world, root=self.root, options=SinkOptions())
+        self.target = FakeTarget(world=self.world, root=self.root, options=TargetOptions())
         self.states: list[Rows | None] = [None]
         "Of the output, in their order."
         self.version = 0
@@ -267,7 +267,7 @@ class Model:
             self.kept = (writing.job, set())
 
     def _output(self, job: Job) -> Output:
-        options = SinkOptions(mode=job.mode, target_file_size=1 << 20 if job.grouped else None)
+        options = TargetOptions(mode=job.mode, target_file_size=1 << 20 if job.grouped else None)
         if self.table:
             return Output(text=self.root, target=replace(self.target, options=options))
         if self.local:

@@ -258,7 +258,7 @@ def safe_join(folder: Path, name: str) -> Path:
     return path
 
 
-def fingerprint(value: Any) -> str:
+def digest(value: Any) -> str:
     """Return the sha256 of a value's canonical JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -25,7 +25,7 @@ from torchlake import plugins
 from torchlake.errors import DataError, FingerprintError, TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned, source_of
@@ -70,7 +70,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return KINDS[request.param]
 
 
-def read(source: Any, *columns: str, chunk_rows: int = 7, **selection: Any) -> tuple[pa.Table, Plan, list[str]]:
+def read(source: Any, *columns: str, chunk_rows: int = 7, **selection: Any) -> tuple[pa.Table, ChunkPlan, list[str]]:
     """All rows, the plan as it is stored, and the row ids."""
     table = open_table(source, columns=columns, options=ReadOptions(selection=Selection(**selection)))
     names = columns or tuple(table.schema.names)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from torchlake.errors import OutputError
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, refuse_table_options
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, TargetOptions, refuse_table_options
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS parts (name TEXT PRIMARY KEY, content BLOB)",
@@ -45,7 +45,7 @@ class SqliteTarget:
     """A database as an output."""
 
     path: Path
-    options: SinkOptions
+    options: TargetOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = False
     staged: bool = False
@@ -105,7 +105,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "parquet") and output.startswith(PREFIX)
 
 
-def open_target(output: str, options: SinkOptions) -> SqliteTarget:
+def open_target(output: str, options: TargetOptions) -> SqliteTarget:
     refuse_table_options(output, options, kind="a database")
     return SqliteTarget(path=Path(output.removeprefix(PREFIX)), options=options)
 

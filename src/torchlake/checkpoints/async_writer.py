@@ -20,7 +20,7 @@ from typing import Any
 from torchlake import distributed
 from torchlake.checkpoints import format, snapshot
 from torchlake.checkpoints.shards import Pieces
-from torchlake.checkpoints.snapshot import Snapshot
+from torchlake.checkpoints.snapshot import StateCopy
 from torchlake.checkpoints.store import Draft
 
 UNFINISHED = 2
@@ -29,7 +29,7 @@ UNFINISHED = 2
 @dataclass(kw_only=True)
 class _Job:
     draft: Draft
-    snapshot: Snapshot
+    snapshot: StateCopy
     publish: Callable[[], None]
     shard_written: threading.Event = field(default_factory=threading.Event)
     by_all: threading.Event = field(default_factory=threading.Event)
@@ -68,7 +68,7 @@ class CheckpointWriter:
                 if keep is not None:
                     format.prune(draft.store, keep, draft.attempt)
 
-        taken = snapshot.take(kinds) if background else Snapshot(kinds=kinds, copied=None)
+        taken = snapshot.take(kinds) if background else StateCopy(kinds=kinds, copied=None)
         job = _Job(draft=draft, snapshot=taken, publish=make_visible)
         self._newest = job
         self._unfinished.append(job)
@@ -146,7 +146,7 @@ class CheckpointWriter:
     def _write(self, job: _Job) -> None:
         job.snapshot.wait()
         format.write_shard(job.draft, job.snapshot.kinds)
-        job.snapshot = Snapshot(kinds={}, copied=None)  # frees the copy before the wait for the other ranks
+        job.snapshot = StateCopy(kinds={}, copied=None)  # frees the copy before the wait for the other ranks
         job.shard_written.set()
         job.by_all.wait()
         if self._closed:

@@ -18,7 +18,7 @@ from torchlake.checkpoints.shards import Piece, Pieces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class StateCopy:
     """Copies that may not have finished yet."""
 
     kinds: Mapping[str, Pieces]
@@ -36,18 +36,18 @@ class Snapshot:
             self.copied.synchronize()
 
 
-def take(kinds: Mapping[str, Pieces]) -> Snapshot:
+def take(kinds: Mapping[str, Pieces]) -> StateCopy:
     """Start copying the pieces of each kind."""
     if not any(piece.tensor.is_cuda for pieces in kinds.values() for piece in pieces.values()):
         copies = {kind: {name: piece.copied() for name, piece in pieces.items()} for kind, pieces in kinds.items()}
-        return Snapshot(kinds=copies, copied=None)
+        return StateCopy(kinds=copies, copied=None)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         copies = {kind: {name: _streamed(piece) for name, piece in pieces.items()} for kind, pieces in kinds.items()}
         copied = torch.cuda.Event()
         copied.record()
-    return Snapshot(kinds=copies, copied=copied)
+    return StateCopy(kinds=copies, copied=copied)
 
 
 def _streamed(piece: Piece) -> Piece:

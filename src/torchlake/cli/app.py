@@ -14,7 +14,7 @@ from torchlake.cli import commands
 from torchlake.cli import options as o
 from torchlake.cli.display import Outcome
 from torchlake.cli.engine import engine_settings
-from torchlake.cli.help import Command, Group
+from torchlake.cli.help import Command, OptionGroup
 from torchlake.cli.options import Given, as_given
 
 Work = Callable[[], Outcome]
@@ -28,7 +28,7 @@ ENGINE = "engine processes set"
 
 app = typer.Typer(
     name="torchlake",
-    cls=Group,
+    cls=OptionGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -33,7 +33,7 @@ class Command(TyperCommand):
         _write_options(self.get_params(ctx), formatter)
 
 
-class Group(TyperGroup):
+class OptionGroup(TyperGroup):
     """The program: its options, and a line for each command."""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:

@@ -147,7 +147,7 @@ def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
 
 
 def _identity(prepared: Path) -> str:
-    return atomic_io.fingerprint([FORMAT, read_commit(prepared)["parts"]])
+    return atomic_io.digest([FORMAT, read_commit(prepared)["parts"]])
 
 
 def _is_current(cache: Path, identity: str) -> bool:

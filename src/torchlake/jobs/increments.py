@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.atomic_io import fingerprint
+from torchlake.atomic_io import digest
 from torchlake.errors import FingerprintError, TableError, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.work import Work
@@ -26,7 +26,7 @@ from torchlake.outputs.find import Output, output_of
 from torchlake.outputs.records import commits_of, position_of, read_record
 from torchlake.outputs.target import Target
 from torchlake.storage.urls import is_url
-from torchlake.tables.plan import InputFile, Plan, plan_from_json
+from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import Followed
 from torchlake.tables.table import open_table
@@ -110,12 +110,12 @@ def position_name(source: Any, settings: Mapping[str, Any], asked: Mapping[str, 
     The `ranges` of 8-bit vectors do not count: they are taken from the first rows, and kept.
     """
     chosen = {name: value for name, value in settings.items() if name != "ranges"}
-    return f"torchlake-{fingerprint([source, chosen, *([dict(asked)] if asked else [])])[:32]}"
+    return f"torchlake-{digest([source, chosen, *([dict(asked)] if asked else [])])[:32]}"
 
 
 def only_new(
-    plan: Plan, output: Output, settings: Mapping[str, Any], increment: Increment | None
-) -> tuple[Plan, Mapping[str, int]] | None:
+    plan: ChunkPlan, output: Output, settings: Mapping[str, Any], increment: Increment | None
+) -> tuple[ChunkPlan, Mapping[str, int]] | None:
     """Return the plan of the rows to read, and the positions to store with them; None if no file is new."""
     if increment is None:
         return plan, _full_position(plan, output, settings)
@@ -204,7 +204,7 @@ def _records(target: Target, snapshot: Any) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
+def _full_position(plan: ChunkPlan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the position that a job on a whole table stores, so that a later one can be incremental; else empty."""
     if output.target.reusable or output.target.options.mode not in ("create", "overwrite"):
         return {}
@@ -216,7 +216,7 @@ def _full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> d
     return {position_name([one["table"], one["id"]], settings, plan.asked): int(one["position"])}
 
 
-def _new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[Plan, dict[str, int]] | None:
+def _new_files(plan: ChunkPlan, output: Output, settings: Mapping[str, Any]) -> tuple[ChunkPlan, dict[str, int]] | None:
     """Return the plan of the files that no job with these settings has added to the output; None if there are none.
 
     Also returns the position of the commit, which is the number of such commits. The files of an interrupted job come

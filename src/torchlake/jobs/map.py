@@ -138,7 +138,7 @@ def map(
     identity = code_identity(make_worker, version)
     own, engine = output_options(options), as_engine(engine) or Local()
     work = _Mapping(settings=settings, identity=identity, engine=engine, gpus=options.get("gpus_per_process", 0))
-    return Mapped(**table_job(work, table, output_of(output, own.sink), own, engine).outcome._asdict())
+    return Mapped(**table_job(work, table, output_of(output, own.target), own, engine).outcome._asdict())
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torchlake.config.arguments import check_arguments
 from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
-from torchlake.outputs.target import SinkOptions, sink_options
+from torchlake.outputs.target import TargetOptions, target_options
 from torchlake.tables.sources._options import ReadOptions, read_options
 
 MAX_TIMEOUT_S = 1_000_000
@@ -30,7 +30,7 @@ class OutputOptions:
     commit_id: str | None = None
     "The caller's name of the commit; None: it is named by the input and the settings."
     read: ReadOptions = field(default_factory=ReadOptions)
-    sink: SinkOptions = field(default_factory=SinkOptions)
+    target: TargetOptions = field(default_factory=TargetOptions)
 
 
 def output_options(given: Mapping[str, Any]) -> OutputOptions:
@@ -38,18 +38,18 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     names = {one.name for one in fields(OutputOptions)}
     read = read_options({name: value for name, value in given.items() if name in ReadArguments.__annotations__})
     options = {name: value for name, value in given.items() if name in names}
-    sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
-    if options.get("overwrite") and sink.mode not in ("create", "overwrite"):
-        raise UsageError(f"overwrite replaces the output, but mode {sink.mode} adds to it; give only one of them.")
-    if options.get("incremental") and (options.get("overwrite") or sink.mode in ("overwrite", "replace-where")):
+    target = target_options({one.name: given[one.name] for one in fields(TargetOptions) if one.name in given})
+    if options.get("overwrite") and target.mode not in ("create", "overwrite"):
+        raise UsageError(f"overwrite replaces the output, but mode {target.mode} adds to it; give only one of them.")
+    if options.get("incremental") and (options.get("overwrite") or target.mode in ("overwrite", "replace-where")):
         raise UsageError("incremental adds what is new: use mode create or append, and leave out overwrite.")
     if options.get("incremental") and read.asked.keys() & {"sample", "limit"}:
         raise UsageError("incremental reads every new row: leave out sample and limit.")
     if options.get("commit_id") == "" or (options.get("commit_id") and options.get("incremental")):
         raise UsageError("commit_id names one commit: give a name, and leave out incremental, which makes its own.")
     if options.get("overwrite"):
-        sink = replace(sink, mode="overwrite")
-    return OutputOptions(**options, read=read, sink=sink)
+        target = replace(target, mode="overwrite")
+    return OutputOptions(**options, read=read, target=target)
 
 
 def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

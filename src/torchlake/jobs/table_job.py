@@ -37,7 +37,7 @@ from torchlake.storage.spread import in_process
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
-from torchlake.tables.plan import Plan
+from torchlake.tables.plan import ChunkPlan
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table, open_table
 
@@ -172,7 +172,7 @@ def _open(work: Work[R], table: StoredTable, output: Output, options: OutputOpti
 
 def _plan(
     work: Work[R], source: Table, schema: pa.Schema, output: Output, options: OutputOptions, engine: Engine
-) -> Plan:
+) -> ChunkPlan:
     """Split the input into chunks, and check its key and the output's schema."""
     stored_schema(schema)
     plan = plan_chunks(

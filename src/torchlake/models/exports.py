@@ -51,7 +51,7 @@ def current(folder: Path, name: str, task: str = CLASSIFIES) -> Path | None:
 def identity(folder: Path, name: str) -> str | None:
     """Return the sha256 over the runtime's export, or None if there is none."""
     place = folder / FOLDER / name / atomic_io.MANIFEST
-    return atomic_io.fingerprint(atomic_io.read_json(place).get("files")) if place.is_file() else None
+    return atomic_io.digest(atomic_io.read_json(place).get("files")) if place.is_file() else None
 
 
 @contextmanager

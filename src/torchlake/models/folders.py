@@ -206,7 +206,7 @@ def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
     listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
     hashes = {name: listed[name]["sha256"] if name in listed else _hash_of(folder / name) for name in names}
-    return atomic_io.fingerprint(hashes)
+    return atomic_io.digest(hashes)
 
 
 def _hash_of(path: Path) -> str:

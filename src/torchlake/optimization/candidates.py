@@ -22,7 +22,7 @@ from torchlake.errors import TorchlakeError
 from torchlake.evaluation.agreement import compare, outside
 from torchlake.models import exports
 from torchlake.optimization import measure as trials
-from torchlake.optimization.measure import Measured, Stopped, Trial
+from torchlake.optimization.measure import Measured, RuntimeTrial, Stopped
 from torchlake.optimization.sample import Sample
 from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
@@ -159,7 +159,7 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
 def measure(
     bench: Bench, runtime: Runtime, shape: tuple[int, int], *, deadline_s: float, min_rate: float = 0.0
 ) -> list[Measured] | Stopped:
-    trial = Trial(
+    trial = RuntimeTrial(
         settings=replace(bench.settings, runtime=runtime),
         rows=str(bench.scratch / "rows"),
         folder=str(bench.folder()),

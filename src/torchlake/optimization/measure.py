@@ -47,7 +47,7 @@ FILLER_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class RuntimeTrial:
     """The input of the processes that measure one candidate; plain values."""
 
     settings: ScoringSettings
@@ -86,7 +86,7 @@ class Stopped:
     verdict: str
 
 
-def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
+def measure(engine: Engine, trial: RuntimeTrial) -> list[Measured] | Stopped:
     """Run the trial's processes at the same time. Return their measurements, or why the first one stopped."""
     work = plugins.carried(trial.settings.spec.task, partial(_measure, trial))
     return run_guarded(engine, work, Path(trial.folder), trial.processes, trial.deadline_s)
@@ -162,7 +162,7 @@ def _run_guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s
             faulthandler.disable()  # its file closes now
 
 
-def _measure(trial: Trial, index: int) -> Measured:
+def _measure(trial: RuntimeTrial, index: int) -> Measured:
     scorer = Scorer(settings=trial.settings)
     table = read_rows(trial.rows)
     shares = max(1, min(trial.processes, len(table) // MIN_ROWS))
@@ -221,7 +221,7 @@ def _rate(scorer: Scorer, rows: pa.Table, passes: int = 1) -> tuple[pa.Table, fl
     return scored, len(rows) / fastest
 
 
-def _barrier(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
+def _barrier(trial: RuntimeTrial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
     """Wait until every process has reached `place`, calling `meanwhile`. Return the sum of their values."""
     folder = Path(trial.folder)
     unfinished = folder / f".{place}-{index}"

@@ -38,7 +38,7 @@ def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
     `basis` distinguishes commits that are made again, such as repeated overwrites.
     """
     what = [job.plan.id, job.fingerprint] if given is None else ["named", given]
-    return atomic_io.fingerprint([*what, *([basis] if basis else [])])[:32]
+    return atomic_io.digest([*what, *([basis] if basis else [])])[:32]
 
 
 class Earlier(NamedTuple):

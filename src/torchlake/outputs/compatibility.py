@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchlake.errors import FingerprintError
 from torchlake.outputs.parts import schema_in_words
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk, ChunkPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class AllowedChanges:
 class JobSpec(NamedTuple):
     """The input and the settings of an output."""
 
-    plan: Plan
+    plan: ChunkPlan
     fingerprint: dict[str, Any]
     record: dict[str, Any] | None = None
     "The commit record of a published output."
@@ -88,7 +88,7 @@ def differences(old: JobSpec, new: JobSpec) -> list[str]:
     return found
 
 
-def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]]:
+def input_changes(old: ChunkPlan, new: ChunkPlan) -> tuple[list[str], list[str], list[str]]:
     """Return the input files that were added, removed and rewritten, with a phrase about each."""
     before, after = ({one.name: one for one in plan.inputs} for plan in (old, new))
     return (
@@ -102,7 +102,7 @@ def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]
     )
 
 
-def merge(old: Plan, new: Plan) -> Plan:
+def merge(old: ChunkPlan, new: ChunkPlan) -> ChunkPlan:
     """Return the plan of `new`'s input, with `old`'s chunks and chunk numbers for files that did not change.
 
     Chunks of other files get higher numbers, so that every kept part keeps its name.

@@ -16,7 +16,7 @@ from torchlake.errors import TableError, UsageError
 from torchlake.outputs.begin import Earlier, earlier_write, transaction
 from torchlake.outputs.records import commits_of, parts_of, read_record
 from torchlake.outputs.staging.state import temporary_folder
-from torchlake.outputs.target import Logged, SinkOptions, Target, as_table
+from torchlake.outputs.target import Logged, Target, TargetOptions, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest
 from torchlake.redaction import redacted
 from torchlake.storage.errors import library_errors
@@ -33,7 +33,7 @@ def output_text(output: str | Path) -> str:
     return text
 
 
-def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
+def target_module(output: str | Path, format: str | None = None) -> ModuleType:
     """Return the sink for an output, in the requested format, else the format of what exists there.
 
     Raises UsageError if no sink can write to it.
@@ -110,20 +110,20 @@ class Output:
                 )
 
 
-def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
+def output_of(output: str | Path, options: TargetOptions | None = None) -> Output:
     """Return an output of any kind.
 
     Raises UsageError if no sink can write to it, MissingExtra when its library is not installed, OutputError and
     StorageError when it cannot be opened.
     """
-    options, text = options or SinkOptions(), output_text(output)
-    return Output(text=text, target=sink_of(output, options.format).open_target(text, options))
+    options, text = options or TargetOptions(), output_text(output)
+    return Output(text=text, target=target_module(output, options.format).open_target(text, options))
 
 
 def folder_output(output: str | Path) -> Output:
     """Return a local Parquet folder as an output. Raises UsageError for a URL."""
     text = os.fspath(output)
-    return Output(text=text, target=plugins.load("targets", "folder").open_target(text, SinkOptions()))
+    return Output(text=text, target=plugins.load("targets", "folder").open_target(text, TargetOptions()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,4 +181,4 @@ def open(output: str | Path) -> Any:
     """
     text = output_text(output)
     with library_errors(redacted(text), "Write it again with overwrite, or restore it."):
-        return sink_of(output).open_dataset(text)
+        return target_module(output).open_dataset(text)

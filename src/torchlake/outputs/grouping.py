@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchlake.atomic_io import fingerprint
+from torchlake.atomic_io import digest
 from torchlake.errors import StorageError
 from torchlake.outputs.parts import Part, PartFolder, delta_statistics, joined_statistics
 from torchlake.storage.folders import folder_at
@@ -131,7 +131,7 @@ def _add(file: _File, part: Part, rows: pa.Table, statistics: bool) -> None:
 
 def _finished(folder: PartFolder, partition: Partition, file: _File) -> Part:
     file.writer.close()
-    name = f"file-{file.chunks[0]:05d}-{fingerprint([file.members, list(partition)])[:16]}.parquet"
+    name = f"file-{file.chunks[0]:05d}-{digest([file.members, list(partition)])[:16]}.parquet"
     content = folder.store(name, file.sink.getvalue().to_pybytes(), file.rows, site="file")
     return Part(
         name=f"{folder.below}{name}",

@@ -26,7 +26,7 @@ from torchlake.errors import TableError
 from torchlake.storage.folders import folder_at
 from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import translate_errors
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk, ChunkPlan
 
 TEXT_LENGTH = 32
 "Maximum characters of a bound; an upper bound that was cut off ends with LAST, above all strings that begin like it."
@@ -74,7 +74,7 @@ def part_of_entry(entry: Mapping[str, Any]) -> Part:
     return Part(**{**entry, **several, "partition": partition})
 
 
-def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
+def part_name(plan: ChunkPlan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     """Return the file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
 
     It depends on the content of the chunk's file, the chunk's range and the fingerprint, but not on the rest of the
@@ -82,7 +82,7 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     """
     place = [chunk.name, chunk.row_groups, chunk.first_row, chunk.rows, chunk.offset, chunk.bytes]
     value = [plan.content_of[chunk.name], *place, plan.schema.names, fingerprint]
-    return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
+    return f"part-{chunk.index:05d}-{atomic_io.digest(value)[:16]}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True)

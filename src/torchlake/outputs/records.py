@@ -24,13 +24,13 @@ from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import each_file
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import ContentChecker
-from torchlake.tables.plan import InputFile, Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json, plan_to_json
 from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_arrow_schema
 
 FOLDER = f"{STATE}/commits"
 
 
-def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: Plan) -> None:
+def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: ChunkPlan) -> None:
     """Store the record and the plan of a commit that is about to be made."""
     folder = folder_at(target.root)
     folder.write(_name(target, commit, plan=True), json.dumps(plan_to_json(plan)).encode(), site="commit.plan")
@@ -158,14 +158,14 @@ def schema_fields(schema: pa.Schema) -> dict[str, Any]:
     }
 
 
-def check_parts(plan: Plan, parts: Sequence[Part]) -> None:
+def check_parts(plan: ChunkPlan, parts: Sequence[Part]) -> None:
     """Assert that every chunk's rows are in one part; `parts` are sorted by chunk."""
     rows = {chunk.index: chunk.rows for chunk in plan.chunks}
     assert sorted(chunk for part in parts for chunk in part.all_chunks) == sorted(rows), "every chunk has one part"
     assert all(part.rows == sum(rows[chunk] for chunk in part.all_chunks) for part in parts), "with all of its rows"
 
 
-def check_inputs(plan: Plan) -> None:
+def check_inputs(plan: ChunkPlan) -> None:
     """Raise FingerprintError when an input file has changed since it was planned."""
     remote = any(is_url(one.path) for one in plan.inputs)
     for _ in each_file(_check_input, plan.inputs, remote=remote):

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake.atomic_io import fingerprint
 from torchlake.errors import OutputError
 from torchlake.outputs.parts import Part, PartFolder, delta_statistics
 from torchlake.storage.spread import Spread
@@ -67,15 +66,15 @@ def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) ->
     sink = pa.BufferOutputStream()
     pq.write_table(rows, sink, compression="zstd", write_page_checksum=True)
     content = sink.getvalue().to_pybytes()
-    digest = hashlib.sha256(content).hexdigest()
-    name = f"kept-{fingerprint([one.path, digest])[:16]}.parquet"
+    sha256 = hashlib.sha256(content).hexdigest()
+    name = f"kept-{digest([one.path, sha256])[:16]}.parquet"
     folder.store(name, content, rows.num_rows, site="kept")  # the name is a hash of the content
     part = Part(
         name=f"{folder.below}{name}",
         chunk=-1,
         rows=rows.num_rows,
         failed=0,
-        sha256=digest,
+        sha256=sha256,
         bytes=len(content),
         statistics=delta_statistics(rows) if folder.statistics else "",
         partition=one.partition,

@@ -30,7 +30,7 @@ STATE = "_torchlake"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkOptions:
+class TargetOptions:
     """How rows are written to the output. No option changes a row."""
 
     format: str | None = None
@@ -43,7 +43,7 @@ class SinkOptions:
     "Bytes; the rows of several chunks are written to one file. None: a file for each chunk."
 
 
-def sink_options(given: Mapping[str, Any]) -> SinkOptions:
+def target_options(given: Mapping[str, Any]) -> TargetOptions:
     """Return the options among the arguments of a function. Raises UsageError for a value out of range."""
     values = {name: value for name, value in given.items() if value is not None}
     columns, size = values.get("partition_by", ()), values.get("target_file_size")
@@ -51,7 +51,7 @@ def sink_options(given: Mapping[str, Any]) -> SinkOptions:
         columns = columns.split(",")
     if isinstance(size, str):
         size = int(size_in_bytes(size, "target_file_size"))
-    options = SinkOptions(**{**values, "partition_by": tuple(columns), "target_file_size": size})
+    options = TargetOptions(**{**values, "partition_by": tuple(columns), "target_file_size": size})
     if size is not None and size < 1:
         raise UsageError(f"target_file_size: expected 1 byte or more, got {size}.")
     return options
@@ -90,14 +90,14 @@ class Snapshot(Protocol):
 class Target(Protocol):
     """An output as it was when it was opened. Errors of its storage are StorageError.
 
-    A table has the methods of `Table` besides.
+    A table has the methods of `TableTarget` besides.
     """
 
     shown: str
     "Its name in messages and records."
     root: str
-    "The absolute path or URL of its folder; empty if only `Table.prepare` finds it."
-    options: SinkOptions
+    "The absolute path or URL of its folder; empty if only `TableTarget.prepare` finds it."
+    options: TargetOptions
     partition_by: tuple[str, ...]
     reusable: bool
     "Whether a commit replaces all rows, and may keep parts of the one before (a folder); else rows are added."
@@ -140,7 +140,7 @@ class Logged(NamedTuple):
     highest: Mapping[str, Any]
 
 
-class Table(Protocol):
+class TableTarget(Protocol):
     """What a target adds whose rows have several commits."""
 
     def table_id(self, snapshot: Any) -> str:
@@ -172,7 +172,7 @@ class Table(Protocol):
 FOLDER_HINT = " --accept-new-input adds the rows of new input files to a folder."
 
 
-def refuse_table_options(output: str, options: SinkOptions, *, kind: str, hint: str = "") -> None:
+def refuse_table_options(output: str, options: TargetOptions, *, kind: str, hint: str = "") -> None:
     """Raise UsageError for options that an output which is written as a whole does not support."""
     if options.mode in ("append", "replace-where"):
         raise UsageError(
@@ -182,9 +182,9 @@ def refuse_table_options(output: str, options: SinkOptions, *, kind: str, hint: 
         raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
 
 
-def as_table(target: Target) -> Table | None:
+def as_table(target: Target) -> TableTarget | None:
     """Return a target as a table; None if its rows have one commit."""
-    return cast(Table, target) if hasattr(target, "live_files") else None
+    return cast(TableTarget, target) if hasattr(target, "live_files") else None
 
 
 _READING = ("check", "has", "commits", "live", "live_files", "logged", "position")

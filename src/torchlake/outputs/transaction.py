@@ -39,7 +39,7 @@ from torchlake.redaction import redacted
 from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import Spread, in_process
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk, ChunkPlan
 from torchlake.tables.record import sealed
 
 ATTEMPTS, UNKNOWN = 60, 5
@@ -52,7 +52,7 @@ PAUSE_S = 0.5
 class WriteRequest:
     """What to write: a plan and everything else that determines its rows."""
 
-    plan: Plan
+    plan: ChunkPlan
     fingerprint: Mapping[str, Any]
     schema: pa.Schema
     "The schema of the output."
@@ -103,7 +103,7 @@ class Transaction:
     "The own id of the table when the write began; empty if there was none."
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ChunkPlan:
         """The plan in effect: files that were planned before keep their stored chunks."""
         return self.job.plan
 

@@ -40,7 +40,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """A step of the slowest rank, on average over the batches."""
 
     flops: float
@@ -106,7 +106,7 @@ def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int)
     )
 
 
-def work(case: Workload, ranks: int) -> Work:
+def work(case: Workload, ranks: int) -> StepWork:
     """Return the work of the slowest of `ranks` ranks: the first one, because the longest rows are dealt first."""
     per_token = costs.token_flops(case.parameters, case.shape, case.setting)
     per_pair = costs.pair_flops(case.shape, case.setting)
@@ -117,7 +117,7 @@ def work(case: Workload, ranks: int) -> Work:
         padded = [(len(rows), int(lengths[rows].max(initial=1))) for rows in share]
         flops.append(sum(rows * (longest * per_token + longest**2 * per_pair) for rows, longest in padded))
         cuts.append(len(share))
-    return Work(flops=float(np.mean(flops)), micro_batches=float(np.mean(cuts)), accumulates=max(cuts) > 1)
+    return StepWork(flops=float(np.mean(flops)), micro_batches=float(np.mean(cuts)), accumulates=max(cuts) > 1)
 
 
 def largest_micro_batch(case: Workload, ranks: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ WORDS = r"\pL\s+\S|[\x{0E00}-\x{0E7F}\x{3040}-\x{30FF}\x{3400}-\x{9FFF}]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class Surveyed:
     """What a sample of a column holds."""
 
     name: str
@@ -72,14 +72,14 @@ class Column:
         return 0.0 if self.lengths is None or not len(self.lengths) else float(self.lengths.mean())
 
 
-def survey_columns(table: Table, task: Any) -> tuple[list[Column], int, int]:
+def survey_columns(table: Table, task: Any) -> tuple[list[Surveyed], int, int]:
     """Return the columns that can be text or label, the rows of the table, and how many of them were read."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
     sample, plan = sample_rows(table, names)
     return [_survey(name, sample[name], task) for name in names], plan.rows, len(sample)
 
 
-def choose_text(table: Table, columns: Sequence[Column], given: str | None) -> Column:
+def choose_text(table: Table, columns: Sequence[Surveyed], given: str | None) -> Surveyed:
     """Return the text column. Raises UsageError listing the choices if it is not clear, or if `given` has no text."""
     if given is not None:
         column = _named(table, columns, given)
@@ -103,8 +103,8 @@ def choose_text(table: Table, columns: Sequence[Column], given: str | None) -> C
 
 
 def choose_texts(
-    table: Table, columns: Sequence[Column], text: str | None, pair: str | None
-) -> tuple[Column, Column | None]:
+    table: Table, columns: Sequence[Surveyed], text: str | None, pair: str | None
+) -> tuple[Surveyed, Surveyed | None]:
     """Return the text column, and that of the second text if the rows are pairs.
 
     Only two columns of texts with the names of `PAIRS`, of which `text` is the first if given, are guessed to be a
@@ -127,7 +127,7 @@ def choose_texts(
     return choose_text(table, columns, text), None
 
 
-def choose_label(table: Table, columns: Sequence[Column], texts: Collection[str], given: str | None) -> Column:
+def choose_label(table: Table, columns: Sequence[Surveyed], texts: Collection[str], given: str | None) -> Surveyed:
     """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` has text."""
     if given is not None:
         column = _named(table, columns, given)
@@ -164,7 +164,7 @@ def describe_label(found: LabelColumn) -> str:
     return f"{found.problem}, {len(found.labels):,} class{'es' * (len(found.labels) != 1)}"
 
 
-def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Column:
+def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Surveyed:
     lengths, has_words, empty, label, refusal = None, False, values.null_count, None, ""
     is_text = _is_text(values.type)
     if is_text:
@@ -179,7 +179,7 @@ def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Column:
         label, refusal = None, str(error)
     distinct = pc.count_distinct(values).as_py() if is_text or pa.types.is_integer(values.type) else 0
     is_key = not has_words and not empty and 1 < distinct == len(values)
-    return Column(
+    return Surveyed(
         name=name,
         type=values.type,
         lengths=lengths,
@@ -191,7 +191,7 @@ def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Column:
     )
 
 
-def _named(table: Table, columns: Sequence[Column], name: str) -> Column | None:
+def _named(table: Table, columns: Sequence[Surveyed], name: str) -> Surveyed | None:
     """Return the column of that name; None if its type was not read. Raises TableError if the table has no such
     column."""
     if name not in table.schema.names:

@@ -23,7 +23,7 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import TableError, UsageError
 from torchlake.labels.column import label_warnings, read_labels
-from torchlake.preparation.columns import Column, choose_label, choose_texts, describe_label, survey_columns
+from torchlake.preparation.columns import Surveyed, choose_label, choose_texts, describe_label, survey_columns
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._find import pinned
@@ -120,7 +120,13 @@ def write_first_job(
 
 
 def _warnings(
-    found: LabelColumn, texts: Column, pair: Column | None, columns: list[Column], *, rows: int, sampled: int
+    found: LabelColumn,
+    texts: Surveyed,
+    pair: Surveyed | None,
+    columns: list[Surveyed],
+    *,
+    rows: int,
+    sampled: int,
 ) -> list[str]:
     rare = [(label, count) for label, count in zip(found.labels, found.counts, strict=True) if 1 < count < FEW_ROWS]
     shown = ", ".join(f"{label!r} {count}" for label, count in rare[:SHOWN]) + (" ..." if len(rare) > SHOWN else "")
@@ -144,7 +150,7 @@ def _warnings(
     return lines
 
 
-def _quantiles(texts: Column) -> dict[str, int]:
+def _quantiles(texts: Surveyed) -> dict[str, int]:
     assert texts.lengths is not None
     lengths = texts.lengths if len(texts.lengths) else np.zeros(1)
     median, often = np.quantile(lengths, [0.5, 0.95], method="higher")

@@ -130,7 +130,7 @@ class _Preparing:
         return {
             "format": 1,
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
-            "spec": atomic_io.fingerprint(spec_to_json(self.spec)),
+            "spec": atomic_io.digest(spec_to_json(self.spec)),
             "bad_rows": self.bad_rows,
         }
 

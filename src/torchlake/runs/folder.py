@@ -304,5 +304,5 @@ def _describe_content(prepared: Path) -> str:
     """Return the rows and the hash of a table when it was prepared."""
     files = folder_output(prepared).earlier().inputs
     rows = sum(one.rows for one in files)
-    content = atomic_io.fingerprint(sorted([one.name, one.content] for one in files))
+    content = atomic_io.digest(sorted([one.name, one.content] for one in files))
     return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"

@@ -62,12 +62,12 @@ def for_each_batch(
     if refused:
         raise UsageError(f"{', '.join(refused)}: not for the batches of a stream; leave it out of for_each_batch.")
     kind: Any = {"mode": "append", **options}
-    whole = output_of(output, output_options({**options}).sink).target.reusable
+    whole = output_of(output, output_options({**options}).target).target.reusable
 
     def write(frame: "DataFrame", batch: int) -> None:
         name = f"{query or _query_of(frame)}-{batch}"
         place = f"{os.fspath(output).rstrip('/')}/batch={batch}" if whole else output
-        found = output_of(place, output_options(dict(options) if whole else kind).sink)
+        found = output_of(place, output_options(dict(options) if whole else kind).target)
         engine = make_engine("spark", None, session=frame.sparkSession)
         stored = _stored(frame, name, found, batches, engine)
         chosen: Any = options if whole else kind
@@ -94,7 +94,7 @@ def _stored(frame: "DataFrame", name: str, output: Output, batches: str | Path |
     if is_url(os.fspath(parent)):
         raise UsageError("batches: expected the path of a folder that the driver and the executors share, not a URL.")
     make_temporary_root(place)
-    folder = parent / f".{place.name}.batch-{atomic_io.fingerprint(name)[:16]}"
+    folder = parent / f".{place.name}.batch-{atomic_io.digest(name)[:16]}"
     # Spark writes the mark last. The rows of a batch are the same in each attempt; with these files, also their order
     # is, so that chunks that are finished need not be scored again.
     if not (folder / "_SUCCESS").exists():

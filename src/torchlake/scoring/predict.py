@@ -185,7 +185,7 @@ def predict(
     """
     scoring, generation, output_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
-    place = None if native is not None or output is None else output_of(output, output_options.sink)
+    place = None if native is not None or output is None else output_of(output, output_options.target)
     settings, spec, choice = scoring_settings(
         model,
         runtime,

@@ -105,7 +105,7 @@ def rank(
     names = dict.fromkeys(["row_id" if key is None else key, query, *columns, score, *WRITTEN])
     work = _Ranking(scores=str(scored.path), query=query, score=score, columns=list(names))
     began = time.perf_counter()
-    outcome = table_job(work, work.scores, output_of(output, own.sink), own, Local()).outcome
+    outcome = table_job(work, work.scores, output_of(output, own.target), own, Local()).outcome
     outcome = outcome._replace(seconds=outcome.seconds + scored.seconds)
     return Scored(**outcome._asdict(), profile={**scored.profile, "rank": time.perf_counter() - began})
 

@@ -103,7 +103,7 @@ def runtime_name(runtime: Runtime) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ReadyRows:
     """Rows ready for the model: M of `count` rows can be scored, the others have an error."""
 
     count: int
@@ -131,7 +131,7 @@ class RowReader:
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
 
-    def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
+    def read(self, table: pa.Table, unreadable: dict[int, str]) -> ReadyRows:
         """Prepare the rows of a table.
 
         `unreadable` rows, and ones that lack an input unless `null` is "score", become errors and never reach the task.
@@ -148,7 +148,7 @@ class RowReader:
             good = np.setdiff1d(np.arange(len(rows)), list(made.errors))
             rows, made = rows[good], made.take(good)
         self._find_unfit(rows, made, errors)
-        return Work(len(table), rows, made, errors)
+        return ReadyRows(len(table), rows, made, errors)
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
         """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""

@@ -37,7 +37,7 @@ from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward
-from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
+from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
 
@@ -123,11 +123,11 @@ class Scorer:
         budgets = BATCH_TOKENS if generation is None else CACHED_TOKENS
         self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
 
-    def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
+    def read(self, table: pa.Table, unreadable: dict[int, str]) -> ReadyRows:
         """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
-    def score(self, work: Work, attempt: Attempt | None = None) -> pa.Table:
+    def score(self, work: ReadyRows, attempt: Attempt | None = None) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -159,7 +159,7 @@ class Scorer:
         same[ready] = first
         return self._assemble(work, work.rows[same], found, errors)
 
-    def _prepared(self, work: Work, batches: list[np.ndarray]) -> Iterator[Prepared]:
+    def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
         """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
         make = partial(self._collate, work)
         if not self.task.collates_ahead:
@@ -181,7 +181,7 @@ class Scorer:
                 beside = [work.rows[each] for each in batches[number + 1 : stop]]
                 yield Prepared(batch, partial(inputs, number, stop), np.concatenate([NO_ROWS, *beside]))
 
-    def _collate(self, work: Work, batch: np.ndarray) -> dict[str, np.ndarray]:
+    def _collate(self, work: ReadyRows, batch: np.ndarray) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
         return inputs
 
@@ -197,7 +197,7 @@ class Scorer:
 
     def _run(
         self,
-        work: Work,
+        work: ReadyRows,
         batch: np.ndarray,
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
@@ -245,7 +245,7 @@ class Scorer:
         )
 
     def _assemble(
-        self, work: Work, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+        self, work: ReadyRows, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
     ) -> pa.Table:
         """Return the columns; `same` (M,) is the row that was computed for each of `work.rows`."""
         # A row that equals a failed one was not computed: it fails for the same reason.

@@ -27,7 +27,7 @@ from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
-from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
+from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
@@ -75,17 +75,17 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     workspace = settings.workspace
     assert workspace is not None, "a job has a workspace"
 
-    def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
+    def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, ReadyRows]:
         table, unreadable = read_chunk(reader, chunk, attempt)
 
         # Called row by row if a row of this chunk is suspected of having killed the tokenizer, else for all rows at
         # once.
-        def tokens(first: int, stop: int) -> Work:
+        def tokens(first: int, stop: int) -> ReadyRows:
             return scorer.read(table.slice(first, stop - first), within(unreadable, first, stop))
 
         return table, joined(attempt.tokenizing(tokens))
 
-    def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
+    def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, ReadyRows]) -> ScoredChunk:
         table, work = ready
         # The scorer counts over its lifetime, but a report covers one chunk.
         before = {name: getattr(scorer, name) for name in COUNTED}
@@ -158,7 +158,7 @@ def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
         lengths = ids.lengths if isinstance(ids, Ragged) else np.asarray(sizes)
         rows = np.flatnonzero(valid.to_numpy(zero_copy_only=False))
         cut = table["truncated"].to_numpy()[rows].astype(np.int64)
-        work = Work(
+        work = ReadyRows(
             len(table),
             rows,
             Features(arrays=arrays, lengths=lengths, cut=cut),
@@ -244,12 +244,12 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
     )
 
 
-def joined(works: Sequence[Work]) -> Work:
+def joined(works: Sequence[ReadyRows]) -> ReadyRows:
     """Concatenate the work of consecutive rows."""
     if len(works) == 1:
         return works[0]
     starts = np.cumsum([0, *(work.count for work in works)])
-    return Work(
+    return ReadyRows(
         int(starts[-1]),
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
         joined_features([work.features for work in works]),

@@ -42,7 +42,11 @@ def receives(train: TrainConfig, group: Group) -> bool:
 
 
 def wrap(
-    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    group: Group,
+    train: TrainConfig,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model under DistributedDataParallel; needs a process group.
 

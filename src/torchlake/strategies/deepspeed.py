@@ -76,7 +76,11 @@ def receives(train: TrainConfig, group: Group) -> bool:
 
 
 def wrap(
-    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    group: Group,
+    train: TrainConfig,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return DeepSpeed's engine around the model, and its optimizer, which steps the job's; needs a process group.
 

@@ -66,7 +66,11 @@ def receives(train: TrainConfig, group: Group) -> bool:
 
 
 def wrap(
-    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    group: Group,
+    train: TrainConfig,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model with its parameters sharded unit by unit: at most two units and the rest are whole on the
     device."""

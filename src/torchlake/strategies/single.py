@@ -21,7 +21,11 @@ model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def wrap(
-    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    group: Group,
+    train: TrainConfig,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model itself, with precision bf16_weights inside a module that computes with 16-bit copies."""
     nn.Module.to(model, group.device)

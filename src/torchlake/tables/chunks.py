@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.atomic_io import fingerprint
+from torchlake.atomic_io import digest
 from torchlake.errors import TableError
 from torchlake.storage.spread import Spread, each_file, in_process
 from torchlake.storage.urls import is_url
@@ -24,7 +24,7 @@ from torchlake.storage.versions import Version, block_id, hashed_blocks, joined_
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.formats.scanning import ranges_of, scan_range
-from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
+from torchlake.tables.plan import ChunkPlan, InputFile, Split, new_chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
@@ -44,7 +44,7 @@ def plan_chunks(
     cached: Sequence[InputFile] = (),
     hashed: bool = True,
     spread: Spread = in_process,
-) -> Plan:
+) -> ChunkPlan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
 
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for
@@ -75,7 +75,7 @@ def plan_chunks(
     chunks = tuple(
         new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
-    return Plan(
+    return ChunkPlan(
         inputs=tuple(inputs),
         chunks=chunks,
         serialized=serialized,
@@ -205,7 +205,7 @@ def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
     if rows == file.rows:
         return file
     ranges = [(split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()) for split in splits]
-    return replace(file, rows=rows, selected=fingerprint(ranges))
+    return replace(file, rows=rows, selected=digest(ranges))
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
@@ -254,7 +254,7 @@ SAMPLED_CHUNK_ROWS = 1_024
 SAMPLED_CHUNKS = 32
 
 
-def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, Plan]:
+def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, ChunkPlan]:
     """Return the columns of at most 32,768 rows in the table's order, all of a smaller table, and the plan."""
     plan = plan_chunks(table, columns=columns, chunk_rows=SAMPLED_CHUNK_ROWS, hashed=False)
     reader = ChunkReader(columns)

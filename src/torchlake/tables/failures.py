@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TooManyErrors
 from torchlake.tables.formats.columnar import open_parquet
-from torchlake.tables.plan import Plan
+from torchlake.tables.plan import ChunkPlan
 
 LINES = 5
 ENCODING_HINT = "bad_utf8: if a CSV file has an encoding other than UTF-8, give --csv encoding=latin-1 or its name."
@@ -41,7 +41,7 @@ def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
     return Counter({one["values"]: one["counts"] for one in pc.value_counts(reasons).to_pylist()})
 
 
-def read_failures(folder: str, record: Mapping[str, Any], plan: Plan) -> Failures:
+def read_failures(folder: str, record: Mapping[str, Any], plan: ChunkPlan) -> Failures:
     """Return the failed rows of a committed output, whose parts are in `folder` (a path or URL)."""
     counts: Counter[str] = Counter()
     example = None

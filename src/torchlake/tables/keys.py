@@ -25,7 +25,7 @@ from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk, ChunkPlan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
 
@@ -61,7 +61,9 @@ def row_ids(chunk: Chunk) -> pa.Array:
     return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
-def check_key(table: Table, plan: Plan, key: str, *, spread: Spread = in_process, scratch: Path | None = None) -> None:
+def check_key(
+    table: Table, plan: ChunkPlan, key: str, *, spread: Spread = in_process, scratch: Path | None = None
+) -> None:
     """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls, NaN or duplicates.
 
     `scratch` is an existing folder for temporary files that the processes of `spread` share, by default the system's.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from torchlake.atomic_io import fingerprint
+from torchlake.atomic_io import digest
 from torchlake.errors import DataError
 from torchlake.storage.versions import Version
 
@@ -44,7 +44,7 @@ class InputFile:
     @property
     def content(self) -> str:
         """The sha256 that identifies the rows that are read from the file."""
-        return fingerprint([self.sha256, self.view, self.selected]) if self.view or self.selected else self.sha256
+        return digest([self.sha256, self.view, self.selected]) if self.view or self.selected else self.sha256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ChunkPlan:
     """The files of a job and their chunks. Plans with the same `id` have the same rows in the same chunks."""
 
     inputs: tuple[InputFile, ...]
@@ -178,7 +178,7 @@ def new_chunk(
     )
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
+def plan_to_json(plan: ChunkPlan) -> dict[str, Any]:
     """Return the plan as JSON values, stored by column: fast and small for 100,000 chunks."""
     place = {one.name: number for number, one in enumerate(plan.inputs)}
     chunks = plan.chunks
@@ -208,7 +208,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_from_json(value: Any) -> Plan:
+def plan_from_json(value: Any) -> ChunkPlan:
     """Return the plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
     try:
         if value["format"] not in (1, FORMAT, FORMAT_OF_VIEWS):
@@ -236,7 +236,7 @@ def plan_from_json(value: Any) -> Plan:
         )
         pa.ipc.read_schema(pa.py_buffer(serialized))  # raises if it is damaged
         hash(inputs)  # raises for a list in place of a value
-        return Plan(
+        return ChunkPlan(
             inputs=inputs,
             chunks=chunks,
             serialized=serialized,

@@ -119,7 +119,7 @@ def _stored_parts(url: str) -> list[tuple[str, str]] | None:
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record with the hash of its other fields."""
     fields = {name: value for name, value in record.items() if name != SEAL}
-    return {**fields, SEAL: atomic_io.fingerprint(fields)}
+    return {**fields, SEAL: atomic_io.digest(fields)}
 
 
 def is_record(value: Any) -> bool:

@@ -26,7 +26,7 @@ from transformers import (
 
 import families
 import tiny
-from torchlake.atomic_io import fingerprint
+from torchlake.atomic_io import digest
 from torchlake.config.task_spec import spec_from_json, spec_to_json
 from torchlake.errors import DataError, StorageError
 from torchlake.models import folders, load
@@ -93,7 +93,7 @@ def test_a_task_without_labels_comes_back(tmp_path: Path) -> None:
 
 def test_a_tasks_fingerprint_is_that_of_earlier_versions() -> None:
     """Else every prepared table would have to be prepared again."""
-    assert fingerprint(spec_to_json(tiny.SPEC)) == "3e2dd7d4256d4b7cc4738b6a1f6b0040016990e34b19794bcaec4587e1fd1a1d"
+    assert digest(spec_to_json(tiny.SPEC)) == "3e2dd7d4256d4b7cc4738b6a1f6b0040016990e34b19794bcaec4587e1fd1a1d"
 
 
 @pytest.mark.parametrize(

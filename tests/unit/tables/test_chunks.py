@@ -22,7 +22,7 @@ from torchlake.tables import chunks as planning
 from torchlake.tables.chunks import MAX_BYTES, Split, plan_chunks, split_row_groups, split_text
 from torchlake.tables.formats.layout import SplitCandidates
 from torchlake.tables.formats.lines import Segment
-from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import Chunk, ChunkPlan, InputFile, plan_from_json, plan_to_json
 from torchlake.tables.table import open_table
 
 SEGMENTS = st.lists(
@@ -159,7 +159,7 @@ def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
         schema=serialized,
     )
     chunks = tuple(replace(chunk, index=place, first_row=place) for place in range(100_000))
-    plan = Plan(inputs=(one,), chunks=chunks, serialized=serialized, rows=100_000)
+    plan = ChunkPlan(inputs=(one,), chunks=chunks, serialized=serialized, rows=100_000)
     began = time.perf_counter()
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     seconds = time.perf_counter() - began

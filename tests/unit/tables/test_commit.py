@@ -30,7 +30,7 @@ from torchlake.outputs.staging import folders as staging
 from torchlake.outputs.transaction import Transaction
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Plan
+from torchlake.tables.plan import ChunkPlan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table
@@ -103,7 +103,7 @@ def spawn(script: str, **pipes: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", script], env=env, text=True, **pipes)
 
 
-def plan_of(source: Path) -> Plan:
+def plan_of(source: Path) -> ChunkPlan:
     return plan_chunks(open_table(source, columns=["t"]), columns=["t"], chunk_rows=4)
 
 

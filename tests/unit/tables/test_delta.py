@@ -17,7 +17,7 @@ from torchlake.errors import TableError, Unavailable
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
@@ -29,7 +29,7 @@ def paths(table: Path) -> list[str]:
     return sorted(pa.table(deltalake.DeltaTable(table).get_add_actions())["path"].to_pylist())
 
 
-def read(source: Any, *columns: str, chunk_rows: int = 7) -> tuple[pa.Table, Plan, list[str]]:
+def read(source: Any, *columns: str, chunk_rows: int = 7) -> tuple[pa.Table, ChunkPlan, list[str]]:
     """All rows, the plan that was read as it is stored, and the row ids."""
     table = open_table(source, columns=columns)
     names = columns or tuple(table.schema.names)

@@ -30,7 +30,7 @@ from torchlake.errors import OutputError, StorageError, TableError, UsageError
 from torchlake.outputs.find import open as open_output
 from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import Part, part_name
-from torchlake.outputs.target import Change, Conflict, sink_options
+from torchlake.outputs.target import Change, Conflict, target_options
 from torchlake.outputs.targets import iceberg
 from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.chunks import plan_chunks
@@ -180,7 +180,7 @@ def test_a_table_that_was_dropped_and_created_again_gets_its_rows(lake: SqlCatal
 
 
 def test_a_table_that_is_replaced_during_the_job_is_an_error(lake: SqlCatalog, source: Path) -> None:
-    target = iceberg.open_target(NAME, sink_options({}))
+    target = iceberg.open_target(NAME, target_options({}))
     schema = pq.read_schema(source)
     target.prepare(schema)
     change = Change(id="a" * 32, files=[written(target, "a" * 32, source)], schema=schema, mode="create", record={})
@@ -191,7 +191,7 @@ def test_a_table_that_is_replaced_during_the_job_is_an_error(lake: SqlCatalog, s
 
 
 def test_a_refused_commit_leaves_no_manifests(lake: SqlCatalog, tmp_path: Path, source: Path) -> None:
-    target = iceberg.open_target(NAME, sink_options({"mode": "append"}))
+    target = iceberg.open_target(NAME, target_options({"mode": "append"}))
     schema, name = pq.read_schema(source), "a" * 32
     target.prepare(schema)
     files = [written(target, name, source)]
@@ -422,7 +422,7 @@ def test_the_library_is_never_asked_to_try_again(
 def scored(output: str, rows: pa.Table, folder: Path, **options: Any) -> None:
     """Write rows with the key `id`."""
     source = write_source(folder / "keyed.parquet", rows)
-    place = output_of(output, sink_options(options))
+    place = output_of(output, target_options(options))
     plan = plan_chunks(open_table(source), columns=rows.schema.names, chunk_rows=100)
     with place.begin(WriteRequest(plan=plan, fingerprint={"version": 1}, schema=rows.schema, key="id")) as write:
         (chunk,) = write.pending

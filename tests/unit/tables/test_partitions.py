@@ -13,14 +13,14 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.plan import Plan
+from torchlake.tables.plan import ChunkPlan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
 
 
-def rows_of(source: Any, columns: tuple[str, ...], **options: Any) -> tuple[pa.Table, Plan]:
+def rows_of(source: Any, columns: tuple[str, ...], **options: Any) -> tuple[pa.Table, ChunkPlan]:
     table = open_table(source, columns=columns, options=ReadOptions(selection=Selection(**options)))
     plan = plan_chunks(table, columns=columns)
     reader = ChunkReader(columns)

@@ -17,7 +17,7 @@ from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._options import ReadOptions
@@ -25,13 +25,15 @@ from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 
 
-def planned(source: Any, *, chunk_rows: int | None = None, columns: tuple[str, ...] = ("id",), **options: Any) -> Plan:
+def planned(
+    source: Any, *, chunk_rows: int | None = None, columns: tuple[str, ...] = ("id",), **options: Any
+) -> ChunkPlan:
     table = open_table(source, columns=columns, options=ReadOptions(selection=Selection(**options)))
     plan = plan_chunks(table, columns=columns, chunk_rows=chunk_rows)
     return plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
 
 
-def rows_of(plan: Plan) -> list[dict[str, Any]]:
+def rows_of(plan: ChunkPlan) -> list[dict[str, Any]]:
     reader = ChunkReader(plan.schema.names)
     rows = [row for chunk in plan.chunks for row in reader.read(chunk)[0].to_pylist()]
     reader.close()
@@ -39,7 +41,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def ids(plan: Plan) -> list[int]:
+def ids(plan: ChunkPlan) -> list[int]:
     return [int(row["id"]) for row in rows_of(plan)]
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torchlake.errors import TableError, UsageError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import streams
-from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import read_options
 from torchlake.tables.table import open_table
@@ -35,7 +35,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 def rows_of(
     source: Any, columns: tuple[str, ...], *, chunk_rows: int | None = None, backwards: bool = False, **options: Any
-) -> tuple[list[Any], dict[int, str], Plan]:
+) -> tuple[list[Any], dict[int, str], ChunkPlan]:
     table = open_table(source, columns=columns, options=read_options(options))
     plan = plan_chunks(table, columns=columns, chunk_rows=chunk_rows)
     plan = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))

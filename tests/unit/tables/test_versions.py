@@ -18,7 +18,7 @@ from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.outputs.parts import PartFolder
 from torchlake.storage.versions import content_id, version_of
 from torchlake.tables.chunks import MAX_BYTES, plan_chunks
-from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table, open_table
 
@@ -240,7 +240,7 @@ def parquet(ids: list[int]) -> bytes:
 URL = f"s3://{BUCKET}/in"
 
 
-def planned(**options: object) -> tuple[Table, Plan]:
+def planned(**options: object) -> tuple[Table, ChunkPlan]:
     table = open_table(URL, columns=["id"], **options)  # type: ignore[arg-type]
     return table, plan_chunks(table, columns=["id"], chunk_rows=2)
 

@@ -156,7 +156,7 @@ JobState = LocalState | StoredState
 
 def temporary_folder(name: str) -> Path:
     """Return a folder on this machine for the files of an output that is not on it; see `make_temporary_root`."""
-    return _temporary_root() / atomic_io.fingerprint(name)[:16]
+    return _temporary_root() / atomic_io.digest(name)[:16]
 
 
 def make_temporary_root(folder: Path) -> None:

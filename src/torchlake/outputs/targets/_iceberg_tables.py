@@ -19,14 +19,14 @@ CODE = "write.py-location-provider.impl"
 
 
 @dataclass(kw_only=True)
-class Attempt:
+class CommitAttempt:
     """One attempt to change a table."""
 
     written: Any = None
     "The snapshot that it would add."
 
 
-def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
+def single_attempt(catalog: Any, table: Any) -> tuple[CommitAttempt, Any]:
     """Return an attempt and its pyiceberg transaction, on top of `table` as it was loaded.
 
     pyiceberg repeats a refused transaction on a newer snapshot and, when it gives up, deletes its manifests. But a
@@ -38,7 +38,7 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
     from pyiceberg.table import Table
     from pyiceberg.table.update import AddSnapshotUpdate
 
-    attempt = Attempt()
+    attempt = CommitAttempt()
     denied = (exceptions.ForbiddenError, exceptions.UnauthorizedError, exceptions.BadRequestError)
 
     class Once(NoopCatalog):

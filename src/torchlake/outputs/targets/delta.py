@@ -21,7 +21,7 @@ from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, Conflict, Logged, SinkOptions, Target, reads_log
+from torchlake.outputs.target import Change, Conflict, Logged, Target, TargetOptions, reads_log
 from torchlake.outputs.targets._delta_history import is_lost
 from torchlake.outputs.targets._delta_rules import check_rules, commit_error
 from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
@@ -67,7 +67,7 @@ class DeltaTarget:
 
     shown: str
     root: str
-    options: SinkOptions
+    options: TargetOptions
     partition_by: tuple[str, ...]
     required: frozenset[str] = frozenset()
     "The table's NOT NULL columns."
@@ -285,7 +285,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return source.recognizes(output)
 
 
-def open_target(output: str, options: SinkOptions) -> DeltaTarget:
+def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
     try:
         import deltalake  # noqa: F401
@@ -314,7 +314,7 @@ def open_dataset(output: str) -> Any:
     """Return the table's current rows as a pyarrow dataset. Raises StorageError when it cannot be read."""
     from deltalake.exceptions import DeltaError
 
-    target = open_target(output, SinkOptions(format="delta"))
+    target = open_target(output, TargetOptions(format="delta"))
     table = target.snapshot().table
     if table is None:
         raise OutputError(f"{output}: there is no Delta table yet.")

@@ -21,7 +21,7 @@ from torchlake.errors import OutputError, StorageError
 from torchlake.outputs.parts import TABLE, PartFolder
 from torchlake.outputs.records import schema_fields
 from torchlake.outputs.staging import folders as staging
-from torchlake.outputs.target import FOLDER_HINT, Change, SinkOptions, refuse_table_options
+from torchlake.outputs.target import FOLDER_HINT, Change, TargetOptions, refuse_table_options
 from torchlake.storage.urls import is_url
 from torchlake.tables.record import (
     COMMIT,
@@ -53,7 +53,7 @@ class LocalFolderTarget:
     """A local folder as an output."""
 
     root: str
-    options: SinkOptions
+    options: TargetOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = True
     staged: bool = True
@@ -147,7 +147,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "parquet") and not is_url(output)
 
 
-def open_target(output: str, options: SinkOptions) -> LocalFolderTarget:
+def open_target(output: str, options: TargetOptions) -> LocalFolderTarget:
     """Return the folder at a path, which need not exist yet. Raises UsageError for options that it does not support."""
     refuse_table_options(output, options, kind="a Parquet folder", hint=FOLDER_HINT)
     return LocalFolderTarget(root=str(output_path(output)), options=options)

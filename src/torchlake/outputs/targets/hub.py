@@ -22,7 +22,7 @@ from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, StorageError, UsageError
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, SinkOptions, refuse_table_options
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, TargetOptions, refuse_table_options
 from torchlake.redaction import redacted
 from torchlake.storage.errors import first_line, storage_failure
 from torchlake.storage.folders import LocalFolder
@@ -60,7 +60,7 @@ class HubTarget:
     revision: str
     folder: str
     "The folder in the repository: empty, or ending with a slash."
-    options: SinkOptions
+    options: TargetOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = False
     staged: bool = False
@@ -195,7 +195,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "parquet") and output.startswith("hf://")
 
 
-def open_target(output: str, options: SinkOptions) -> HubTarget:
+def open_target(output: str, options: TargetOptions) -> HubTarget:
     """Return the dataset at a URL, which must exist. Raises UsageError for options that the Hub does not support."""
     from huggingface_hub import constants
 
@@ -206,7 +206,7 @@ def open_target(output: str, options: SinkOptions) -> HubTarget:
         )
     refuse_table_options(output, options, kind="a dataset")
     revision, folder = match["revision"] or constants.DEFAULT_REVISION, match["folder"] or ""
-    root = Path(constants.HF_HOME) / "torchlake" / atomic_io.fingerprint([constants.ENDPOINT, output.rstrip("/")])[:16]
+    root = Path(constants.HF_HOME) / "torchlake" / atomic_io.digest([constants.ENDPOINT, output.rstrip("/")])[:16]
     return HubTarget(
         shown=output.rstrip("/"),
         root=str(root),
@@ -224,7 +224,7 @@ def open_dataset(output: str) -> Any:
 
     from torchlake.storage.urls import filesystem_of
 
-    target = open_target(output, SinkOptions())
+    target = open_target(output, TargetOptions())
     snapshot = target.snapshot()
     if snapshot.record is None:
         raise OutputError(f"{output}: has no committed rows yet.")

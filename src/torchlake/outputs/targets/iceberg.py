@@ -22,10 +22,10 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER, read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, Logged, SinkOptions, Target, reads_log
+from torchlake.outputs.target import Change, CommitUnknown, Conflict, Logged, Target, TargetOptions, reads_log
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
-    Attempt,
+    CommitAttempt,
     add_columns,
     check_features,
     checked_spec,
@@ -70,7 +70,7 @@ class IcebergTarget:
     """A table of a catalog as an output."""
 
     name: TableName
-    options: SinkOptions
+    options: TargetOptions
     table: Any
     "The table as it was when the job began; None if there was none."
     reusable: bool = False
@@ -266,7 +266,7 @@ class IcebergTarget:
                 raise
         return change.record
 
-    def _discard(self, attempt: Attempt) -> None:
+    def _discard(self, attempt: CommitAttempt) -> None:
         """Delete the manifests of a refused commit once it is certain that it was not made and cannot be made later."""
         written, table = attempt.written, self.snapshot().table
         # While the parent is still current, a copy of the request that a proxy sent twice could yet succeed. Once
@@ -287,7 +287,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "iceberg") and (output.startswith("iceberg:") or parse_name(output) is not None)
 
 
-def open_target(output: str, options: SinkOptions) -> IcebergTarget:
+def open_target(output: str, options: TargetOptions) -> IcebergTarget:
     """Return the table of this name, which need not exist yet; its namespace must.
 
     Raises UsageError if it is not the name of a table, TableError when the catalog cannot be read.
@@ -312,7 +312,7 @@ def open_target(output: str, options: SinkOptions) -> IcebergTarget:
 
 def open_dataset(output: str) -> Any:
     """Return the current rows as a pyarrow dataset. Raises OutputError if there is no table or Arrow cannot read it."""
-    target = open_target(output, SinkOptions())
+    target = open_target(output, TargetOptions())
     if target.table is None:
         raise OutputError(f"{output}: the table does not exist yet.")
     return files.dataset(target.table, target.shown)
@@ -334,7 +334,7 @@ def _mark(table: Any, commit: str) -> str:
 def _data_folder(table: Any, commit: str) -> str:
     """Return the folder of a commit's files, as the metadata names it. It is this table's own, because of field ids."""
     data = table.properties.get("write.data.path") or f"{table.location().rstrip('/')}/data"
-    name = atomic_io.fingerprint([commit, str(table.metadata.table_uuid)])[:16]
+    name = atomic_io.digest([commit, str(table.metadata.table_uuid)])[:16]
     return f"{data.rstrip('/')}/torchlake-{name}"
 
 

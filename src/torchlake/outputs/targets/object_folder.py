@@ -22,7 +22,7 @@ import pyarrow as pa
 from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.target import FOLDER_HINT, STATE, Change, Conflict, SinkOptions, refuse_table_options
+from torchlake.outputs.target import FOLDER_HINT, STATE, Change, Conflict, TargetOptions, refuse_table_options
 from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
 from torchlake.storage.objects import Found, ObjectFolder
@@ -55,7 +55,7 @@ class FolderTarget:
 
     shown: str
     root: str
-    options: SinkOptions
+    options: TargetOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = True
     staged: bool = False
@@ -119,7 +119,7 @@ def recognizes(output: str, format: str | None) -> bool:
     return format in (None, "parquet") and is_url(output) and not output.startswith("hf://")
 
 
-def open_target(output: str, options: SinkOptions) -> FolderTarget:
+def open_target(output: str, options: TargetOptions) -> FolderTarget:
     """Return the folder at a URL, which need not exist yet. Raises UsageError for options that it does not support."""
     if output.partition("://")[0] not in EXTRAS or "::" in output:
         raise UsageError(
@@ -138,7 +138,7 @@ def open_dataset(output: str) -> Any:
 
     from torchlake.storage.urls import filesystem_of
 
-    target = open_target(output, SinkOptions())
+    target = open_target(output, TargetOptions())
     record = target.snapshot().record
     if record is None:
         raise OutputError(f"{output}: has no committed rows yet.")

@@ -8,11 +8,11 @@ from torchlake.errors import TableError
 from torchlake.storage.spread import each_file
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import ContentChecker
-from torchlake.tables.plan import InputFile, Plan
+from torchlake.tables.plan import ChunkPlan, InputFile
 from torchlake.tables.record import FOLDER
 
 
-def unchanged_inputs(plan: Plan, notes: list[str]) -> frozenset[str]:
+def unchanged_inputs(plan: ChunkPlan, notes: list[str]) -> frozenset[str]:
     """Return the names of unchanged inputs; add a note for each that changed, was removed or has no checksums."""
     unchanged = set()
     remote = any(is_url(one.path) for one in plan.inputs)
@@ -37,7 +37,7 @@ def _is_unchanged(one: InputFile) -> bool | None:
         return None
 
 
-def selection_note(plan: Plan) -> str | None:
+def selection_note(plan: ChunkPlan) -> str | None:
     """Return a note about which input rows were requested; None if all were."""
     if not plan.asked:
         return None

@@ -21,7 +21,7 @@ from torchlake.storage.errors import library_errors
 from torchlake.storage.spread import Spread, in_process
 from torchlake.storage.urls import is_url
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
-from torchlake.tables.plan import Plan, plan_from_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json
 from torchlake.tables.record import PLAN, SEAL, recorded_schema, sealed
 from torchlake.tables.verification.inputs import other_files, selection_note, unchanged_inputs
 from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
@@ -133,7 +133,7 @@ def _chunks_of(part: Mapping[str, Any]) -> list[int]:
     return chunks
 
 
-def _total_problems(record: dict[str, Any], plan: Plan, rows: int, failed: int) -> list[str]:
+def _total_problems(record: dict[str, Any], plan: ChunkPlan, rows: int, failed: int) -> list[str]:
     problems = []
     partitioned = any(part.get("partition") for part in record["parts"])
     made = sorted(chunk for part in record["parts"] for chunk in _chunks_of(part))
