@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from torchlake.atomic_io import digest
 from torchlake.errors import OutputError
 from torchlake.outputs.parts import Part, PartFolder, delta_statistics
 from torchlake.storage.spread import Spread

@@ -112,8 +112,8 @@ def test_what_is_unfinished_when_the_loop_fails_is_abandoned(tmp_path: Path) -> 
 def test_updates_wait_for_copies_until_the_shard_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the thread waits for the copies before it writes."""
     events: list[str] = []
-    monkeypatch.setattr(snapshot.Snapshot, "hold_updates", lambda self: events.append("held"))
-    monkeypatch.setattr(snapshot.Snapshot, "wait", lambda self: events.append("copied"))
+    monkeypatch.setattr(snapshot.StateCopy, "hold_updates", lambda self: events.append("held"))
+    monkeypatch.setattr(snapshot.StateCopy, "wait", lambda self: events.append("copied"))
     write, may_write = format.write_shard, threading.Event()
 
     def written(*arguments: Any) -> None:
