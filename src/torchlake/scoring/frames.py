@@ -86,7 +86,8 @@ def spark_udf(
     """
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
-    from pyspark.sql.pandas.types import from_arrow_schema
+
+    from torchlake.engines._spark_frames import spark_struct
 
     settings, spec = _settings(
         model, runtime, null, batch_tokens, text=None, task=task, all_probabilities=all_probabilities, prefix=""
@@ -106,7 +107,7 @@ def spark_udf(
     several = len(spec.input_columns) > 1
     taken = Iterator[tuple[pd.Series, ...]] if several else Iterator[pd.Series]
     predictions.__annotations__ = {"batches": taken, "return": Iterator[pd.DataFrame]}
-    udf: Callable[..., Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
+    udf: Callable[..., Column] = pandas_udf(predictions, returnType=spark_struct(pa.schema(columns)))
     if name is not None:
         (session or SparkSession.getActiveSession() or engine.session.get()).udf.register(name, udf)
     return udf
