@@ -153,7 +153,7 @@ def test_the_private_names_of_ray_are_there() -> None:
     """CONTRIBUTING.md lists them."""
     assert isinstance(ray_constants.ENABLE_RAY_CLUSTER, bool)
     (free,) = available_resources_per_node().values()
-    assert 0 <= free["CPU"] <= 2
+    assert free["memory"] > 0
     assert not ray_library.util.client.ray.is_connected()
     actor = ray_library.remote(dict).remote()
     assert hasattr(actor, "__ray_terminate__")
