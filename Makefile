@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-avx2 check docs docs-serve reference notebook orchestrators gpu faults migration mutants bench \
+.PHONY: demo test test-avx2 check docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
 	bench-scoring bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
@@ -68,6 +68,11 @@ orchestrators: $(STAMP)
 	  test -x .bench/$$name/bin/$$name || { $(PYTHON) -m venv .bench/$$name && .bench/$$name/bin/pip install --quiet \
 	  $$(grep -o "^$$name==.*\|^apache-$$name==.*" constraints.txt) || exit 1; }; done
 	$(BIN)/python -m pytest tests/documents/test_orchestrators.py
+
+# The tests of Spark DataFrames with other versions of pyspark, in environments of their own.
+PYSPARK_VERSIONS ?= 3.5 4.0
+engines: $(STAMP)
+	$(BIN)/python tools/engines.py $(PYSPARK_VERSIONS)
 
 # On a machine with a GPU: its tests, rates and comparisons, in bench/results/gpu.json. Installs nothing: it uses the
 # Python given, which has torch for that card, and names what is missing there.

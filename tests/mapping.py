@@ -47,3 +47,14 @@ def make_misbehaving(log: Path | None = None) -> Function:
 
 def logging_to(log: str) -> Callable[[], Function]:
     return partial(make_misbehaving, Path(log))
+
+
+def make_renamer() -> Function:
+    return lambda batch: pa.table({"n": batch["words"]})
+
+
+COPY = {"text": pa.string(), "label": pa.string()}
+
+
+def make_copier() -> Function:
+    return lambda batch: pa.table({name: batch[name] for name in COPY})

@@ -503,6 +503,9 @@ def connected(folder: str, model: str, table: str) -> dict[str, Any]:
         said["error"] = str(error).splitlines()[0]
     frame = made.createDataFrame(pa.table({"text": ["good", "bad"]}))
     said["frame"] = tl.predict(model, frame, engine=engine).count()
+    odd = made.sql("select 'a film' text, timestamp'2024-01-02 03:04:05' `at.once`, map('a', interval 3 days) `m x`")
+    row = tl.predict(model, odd).collect()[0]
+    said["odd"] = [row["at.once"].isoformat(), row["m x"]["a"].days, row["error"]]
     made.stop()
     return said
 

@@ -184,8 +184,11 @@ class Engine(ABC):
             return self.processes
         return self.min_processes, self.processes
 
-    def frame_schema(self, frame: Any) -> pa.Schema:
-        """Return the Arrow schema of the engine's own frame without computing its rows."""
+    def frame_schema(self, frame: Any) -> pa.Schema | None:
+        """Return the Arrow schema of the engine's own frame, computing no more than its first rows.
+
+        None for a frame whose columns are unknown because it has no rows.
+        """
         return frame.schema
 
     def materialize(self, frame: Any, folder: str) -> None:

@@ -21,15 +21,23 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from torchlake.engines._ray_cluster import ProcessResources, end_actors, format_resources, granted_gpus
-from torchlake.errors import RankFailed
+from torchlake.engines._ray_cluster import (
+    ProcessResources,
+    end_actors,
+    format_resources,
+    granted_gpus,
+    missing_resources,
+    total_nodes,
+)
+from torchlake.errors import RankFailed, UsageError
 from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS, Message
 from torchlake.processes.remote import Driver, drain
 from torchlake.processes.serialization import Failure, pack, to_exception, unpack
 
 MAX_BUNDLE_CHUNKS = 64
 BUNDLES_PER_ACTOR = 16  # before chunks are bundled: enough to balance slow ones
-WARN_S = 30.0  # without a place for any actor
+WARN_S = 30.0  # without a place for any actor, before the first message; then twice as long each time
+GROW_S = 300.0  # for a cluster on which no process fits
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +147,7 @@ class Demand:
     strategy: str
 
 
-class ChunkJob:
+class RayChunkJob:
     """The driver's side of a chunk job: `run` yields the results."""
 
     def __init__(
@@ -153,6 +161,7 @@ class ChunkJob:
         self._made = self._early_deaths = 0
         self._calls: dict[Any, tuple[_Actor, deque[_Chunk] | None]] = {}  # by the generator or the reference
         self._waiting_since: float | None = time.monotonic()  # for the first actor's place; None: no longer
+        self._warn_s = WARN_S
 
     def run(self) -> Generator[Any, None, None]:
         """Run all chunks, then stop all actors."""
@@ -219,17 +228,22 @@ class ChunkJob:
         calls = list(self._calls)
         wait_s = None
         if self._waiting_since is not None:
-            wait_s = max(0.0, self._waiting_since + WARN_S - time.monotonic())
+            wait_s = max(0.0, self._waiting_since + self._warn_s - time.monotonic())
         found, _ = ray.wait(calls, num_returns=1, timeout=wait_s)
         # All that are ready: one at a time, a busy actor at the head of the list could keep the others waiting.
         if found:
             return list(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
-        self._waiting_since = None
+        assert self._waiting_since is not None
+        share, nodes, waited_s = self._demand.share, total_nodes(), time.monotonic() - self._waiting_since
+        missing = "" if share.count_on(nodes) else f" {missing_resources(share, 1, nodes)}"
+        if missing and waited_s > GROW_S:
+            raise UsageError(f"{self._name} has waited {waited_s:.0f} s for Ray to grow.{missing}")
         log.warning(
-            "%s has waited %.0f s for a place on Ray. Each process asks for %s; the cluster has %s, free: %s.",
-            *(self._name, WARN_S, format_resources(self._demand.share.amounts)),
-            *(format_resources(ray.cluster_resources()), format_resources(ray.available_resources())),
+            "%s has waited %.0f s for a place on Ray. Each process asks for %s; the cluster has %s, free: %s.%s",
+            *(self._name, waited_s, format_resources(share.amounts)),
+            *(format_resources(ray.cluster_resources()), format_resources(ray.available_resources()), missing),
         )
+        self._warn_s *= 2
         return []
 
     def _receive(self, call: Any) -> Iterator[Any]:
@@ -291,7 +305,7 @@ class ChunkJob:
                 what = f"{lost[0].deaths} actors died while working on {self._label(lost[0].value)[:300]}"
                 raise RankFailed(f"{what}; the last: {error}", rank=actor.number)
         if self._waiting_since is None and not any(one.ready for one in self._actors):
-            self._waiting_since = time.monotonic()
+            self._waiting_since, self._warn_s = time.monotonic(), WARN_S
 
     def _remove(self, actor: _Actor) -> None:
         self._actors.remove(actor)

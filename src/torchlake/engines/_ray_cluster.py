@@ -128,6 +128,16 @@ def format_resources(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:,g} {kinds.get(name, name)}" for name, amount in amounts.items()) or "nothing"
 
 
+def missing_resources(share: ProcessResources, number: int, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return which resources of the cluster are too few for that many processes, and by how much, as a sentence."""
+    found = {name: sum(node.get(name, 0.0) for node in nodes) for name in share.amounts}
+    missing = {name: amount * number - found[name] for name, amount in share.amounts.items()}
+    missing = {name: amount for name, amount in missing.items() if amount > 0}
+    if missing:
+        return f"Missing: {format_resources(missing)}."
+    return f"Enough in all, but no node has room: each process needs {format_resources(share.amounts)} on one node."
+
+
 def _start_here(cpus: int) -> None:
     """Start Ray on this machine, reachable only from it.
 

@@ -25,6 +25,7 @@ from torchlake.engines._ray_cluster import (
     end_actors,
     format_resources,
     granted_gpus,
+    missing_resources,
     total_nodes,
 )
 from torchlake.errors import RankFailed, UsageError
@@ -43,6 +44,7 @@ from torchlake.processes.serialization import LOST, Failure, to_exception
 
 PLACEMENT_S = 600.0  # for a busy cluster to place all ranks
 GROW_S = 300.0  # for a cluster that is too small to grow
+SAY_S = 60.0  # between two messages about what is missing
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,9 @@ class RankJob:
             room = sum(self.share.count_on([node]) > 0 for node in nodes)
         elif self.strategy == "STRICT_PACK":
             room = max((self.share.count_on([node]) for node in nodes), default=0)
-        return None if room >= self.number else f"Ray has room for {room} of {self.text}."
+        if room >= self.number:
+            return None
+        return f"Ray has room for {room} of {self.text}. {missing_resources(self.share, self.number, nodes)}"
 
 
 class RankActor:
@@ -181,14 +185,16 @@ class ActorRanks:
             rank.handle.signal.remote(number)
 
     def _wait_for_placement(self, group: PlacementGroup) -> None:
-        began, ready, warned = time.monotonic(), group.ready(), False
+        began, ready, next_s = time.monotonic(), group.ready(), 0.0
         while not ray.wait([ready], timeout=1.0)[0]:
             waited_s, shortage = time.monotonic() - began, self._job.shortage()
             if waited_s > (GROW_S if shortage else PLACEMENT_S):
                 raise UsageError(shortage or f"Ray had no room for {self._job.text} within {PLACEMENT_S:.0f} s.")
-            if shortage and not warned:
-                log.warning("%s Waiting %.0f s for it to grow.", shortage, GROW_S)
-                warned = True
+            if waited_s >= next_s and (shortage or waited_s >= SAY_S):
+                log.warning(
+                    "%s Waiting since %.0f s.", shortage or f"Ray has no room yet for {self._job.text}.", waited_s
+                )
+                next_s = waited_s + SAY_S
 
     def _nodes(self) -> list[Node]:
         try:

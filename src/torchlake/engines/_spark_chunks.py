@@ -32,7 +32,7 @@ CANCEL_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkJob:
+class SparkChunkJob:
     """The tasks of a chunk job, and how many run at the same time."""
 
     session: Session
@@ -56,7 +56,7 @@ def bundled(todo: Sequence[Any], slots: int, lanes: int) -> dict[int, bytes]:
     return {number: pack(*todo[first : first + size]) for number, first in enumerate(range(0, len(todo), size))}
 
 
-def run_job(job: ChunkJob) -> Generator[Any, None, None]:
+def run_job(job: SparkChunkJob) -> Generator[Any, None, None]:
     """Yield the results of all chunks, as their tasks end."""
     missing, stalls = dict(job.bundles), 0
     while missing:
@@ -88,7 +88,7 @@ def run_job(job: ChunkJob) -> Generator[Any, None, None]:
 class _Submission:
     """Bundles submitted as one Spark job, or, with a limited number of lanes, as consecutive jobs in each lane."""
 
-    def __init__(self, job: ChunkJob, bundles: dict[int, bytes]) -> None:
+    def __init__(self, job: SparkChunkJob, bundles: dict[int, bytes]) -> None:
         self.reason: str | None = None
         self._job, self._session = job, job.session
         self._inbox: SimpleQueue[Result | None] = SimpleQueue()

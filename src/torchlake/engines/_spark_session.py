@@ -46,7 +46,7 @@ class Session:
     @property
     def is_connect(self) -> bool:
         """Whether this is a Spark Connect session, which has no SparkContext."""
-        return not hasattr(self.get(), "_jsc")
+        return type(self.get()).__module__.startswith("pyspark.sql.connect")
 
     @property
     def context(self) -> Any:

@@ -10,10 +10,14 @@ transferred. A process reserves as many CPUs of Ray as it has threads.
 Cost: about 1 s for a job's first process, once Ray runs.
 """
 
+import logging
 import os
+import re
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -22,28 +26,37 @@ import ray.data
 
 from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources, Worker, process_bounds
 from torchlake.engines._frames import BatchMapper, map_table
-from torchlake.engines._ray_chunks import ChunkJob, Demand
+from torchlake.engines._ray_chunks import Demand, RayChunkJob
 from torchlake.engines._ray_cluster import (
     RELEASE_S,
     ProcessResources,
     free_capacity,
     free_nodes,
     join,
+    missing_resources,
     total_nodes,
     with_most_cpus,
 )
 from torchlake.engines._ray_launch import ActorRanks, RankJob
 from torchlake.engines._ray_train import launch_with_torch_trainer
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import max_processes
 from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
+from torchlake.storage.errors import first_line
+from torchlake.tables.sources.frames import check_names
+
+log = logging.getLogger(__name__)
 
 CHUNK_STRATEGIES = ("DEFAULT", "SPREAD")
 LAUNCH_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LAUNCHERS = ("placement_group", "torch_trainer")
 
+SEEN_ROWS = 20
+"Rows that show the types of Python objects in pandas blocks."
+TASK_RETRIES = 4
+"Actors that a batch of a Dataset may end; Ray Data's own default is without a limit."
 _BATCHES: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": 4096, "zero_copy_batch": True}
 
 
@@ -101,6 +114,7 @@ class Ray(Engine):
             return (chunk for chunk in todo)  # empty, without starting Ray
         started = self.join()
         share, nodes = self._share(self._gpus(resources.gpus, resources.devices)), total_nodes()
+        self._need_room(share, nodes, started=started)
         if number is None:
             share = replace(
                 share, cpus=self.cpus_per_process or min(resources.threads, with_most_cpus(share, 1, nodes).cpus)
@@ -111,7 +125,7 @@ class Ray(Engine):
         if number is not None:
             share, at_once = self._even(share, number), number
         demand = Demand(share=share, most=number or len(todo), at_once=at_once, strategy=strategy)
-        return ChunkJob(payload, todo, demand, name, label).run()
+        return RayChunkJob(payload, todo, demand, name, label).run()
 
     def launch(
         self,
@@ -171,16 +185,21 @@ class Ray(Engine):
         get batches of up to 4,096 rows. A Dataset of one block, such as one of small files, uses one actor only:
         `repartition` it.
         """
-        self.join()
-        share = self._share(self._gpus(None))
-        most = self.processes or max(1, share.count_on(total_nodes()))
-        return frame.map_batches(
-            BatchMapper,
-            fn_constructor_args=(pack(partial(_with_threads, share.variables, make_worker)),),
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
-            **share.options,
-            **_BATCHES,
-        )
+        started = self.join()
+        share, nodes = self._share(self._gpus(None)), total_nodes()
+        self._need_room(share, nodes, started=started)
+        most = self.processes or max(1, share.count_on(nodes))
+        options: dict[str, Any] = {**share.options, **_BATCHES}
+        if any(one.kind is one.VAR_KEYWORD for one in signature(frame.map_batches).parameters.values()):
+            options["max_task_retries"] = TASK_RETRIES
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`ray_remote_args`")  # the only way to limit the retries
+            return frame.map_batches(
+                BatchMapper,
+                fn_constructor_args=(pack(partial(_with_threads, share.variables, make_worker)),),
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
+                **options,
+            )
 
     def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
         """Apply the worker like `map_frame`, in Ray tasks with one CPU each, for a worker that is quick to make."""
@@ -189,15 +208,38 @@ class Ray(Engine):
             partial(map_table, pack(partial(_with_threads, thread_variables(1), make_worker))), **_BATCHES
         )
 
-    def frame_schema(self, frame: Any) -> pa.Schema:
+    def frame_schema(self, frame: Any) -> pa.Schema | None:
+        """Return the columns of the Dataset, or None if it has no rows that would show them."""
         self.join()
         schema = frame.schema()
-        return pa.schema(list(zip(schema.names, schema.types, strict=True)))
+        if schema is None or not schema.names:
+            return None
+        check_names(list(schema.names), "the Dataset")
+        types = dict(zip(schema.names, schema.types, strict=True))
+        if not all(isinstance(kind, pa.DataType) for kind in types.values()):  # Python objects in pandas blocks
+            first = frame.limit(SEEN_ROWS).materialize()
+            seen = first.take_batch(SEEN_ROWS, batch_format="pyarrow").schema if first.count() else pa.schema([])
+            found = {field.name: field.type for field in seen}
+            types = {name: found.get(name, pa.null()) for name in types}
+        return pa.schema(list(types.items()))
 
     def materialize(self, frame: Any, folder: str) -> None:
-        """Write the files from Ray's tasks: all nodes must be able to access the folder."""
+        """Write the files from Ray's tasks: all nodes must be able to access the folder.
+
+        Raises TableError for a Dataset without rows, and for one that Ray cannot compute or write as Parquet.
+        """
         self.join()
-        frame.write_parquet(os.path.abspath(folder))
+        try:
+            frame.write_parquet(os.path.abspath(folder))
+        except Exception as error:  # of the pipeline, of a column's type, or of the storage
+            causes = re.findall(r"^[\w.]*(?:Error|Exception): .*", str(error), re.MULTILINE)
+            why = causes[0] if causes else first_line(error)  # a traceback begins with the first cause
+            raise TableError(
+                f"Ray could not write the Dataset as Parquet: {why}. Select the columns that training reads, and check "
+                "the step that failed."
+            ) from error
+        if not os.path.isdir(folder) or not any(name.endswith(".parquet") for name in os.listdir(folder)):
+            raise TableError("the Dataset has no rows.")
 
     def join(self) -> bool:
         """Join the cluster or start one; return whether this process started it."""
@@ -214,6 +256,18 @@ class Ray(Engine):
         if self.gpus_per_process is not None and several == 1:
             return self.gpus_per_process
         return float(several) if wanted is None and ray.cluster_resources().get("GPU", 0) else 0.0
+
+    def _need_room(self, share: ProcessResources, nodes: list[dict[str, float]], *, started: bool) -> None:
+        """Raise UsageError if no process fits on a cluster that was started here; warn if one that may grow is too
+        small."""
+        if share.count_on(nodes):
+            return
+        missing = missing_resources(share, 1, nodes)
+        if started:
+            raise UsageError(
+                f"No process fits on this machine's Ray. {missing} Ask for less, or start a larger cluster."
+            )
+        log.warning("No process fits on the Ray cluster yet. %s Waiting for it to grow.", missing)
 
     def _share(self, gpus: float) -> ProcessResources:
         return ProcessResources(

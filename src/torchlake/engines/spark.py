@@ -11,6 +11,7 @@ Spark's own messages. Cost: about 1 s for a job's first process, once the sessio
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +19,14 @@ import pyarrow as pa
 
 from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources, Worker, process_bounds
 from torchlake.engines._frames import map_batches
-from torchlake.engines._spark_chunks import ChunkJob, bundled, run_job
+from torchlake.engines._spark_chunks import SparkChunkJob, bundled, run_job
 from torchlake.engines._spark_distributor import launch_with_torch_distributor
+from torchlake.engines._spark_frames import arrow_schema, spark_struct
 from torchlake.engines._spark_launch import LaunchJob, launch_on_barrier
-from torchlake.engines._spark_session import Session
+from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
 from torchlake.engines.local import Local
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.processes.hardware import assign_gpus, cores, gpus, max_processes, visible_devices
 from torchlake.processes.remote import Driver
 from torchlake.processes.serialization import pack
@@ -84,7 +86,7 @@ class Spark(Engine):
             threads = min(session.cores_per_executor, max(resources.threads, session.cores_per_slot))
             profile = session.profile(threads, session.gpus_needed(resources.gpus, resources.devices))
         shared = payload if session.is_connect else session.context.broadcast(payload)
-        job = ChunkJob(
+        job = SparkChunkJob(
             session=session,
             task=ChunkTask(driver=Driver.here(), payload=shared, variables=session.thread_variables(threads)),
             bundles=bundled(todo, session.slots, len(lanes or [])),
@@ -164,32 +166,51 @@ class Spark(Engine):
         The worker is made once per Python process of an executor and gets Arrow batches of up to
         spark.sql.execution.arrow.maxRecordsPerBatch rows.
         """
-        from pyspark.sql.pandas.types import from_arrow_schema
         from pyspark.sql.types import StructType
 
-        own = {field.name: field for field in frame.schema.fields}
-        fields = [own.get(field.name, field) for field in from_arrow_schema(schema).fields]
-        session = self.session
+        names = frame.columns
+        added = pa.schema([field for field in schema if field.name not in names])
+        fields = StructType([*frame.schema.fields, *spark_struct(added).fields])
+        session = Session(frame.sparkSession, master=None, conf={}, processes=None)  # another thread may not find it
         local = session.is_connect or session.on_this_machine
         profile = None if local else session.profile(session.cores_per_slot, session.gpus_needed(None))
         options = {} if profile is None else {"profile": profile}
-        return frame.mapInArrow(partial(_map_task, pack(make_worker), Driver.here()), StructType(fields), **options)
+        if options and "profile" not in signature(type(frame).mapInArrow).parameters:
+            raise UsageError(
+                "Before version 4.0, pyspark grants GPUs to a DataFrame only by the session's own tasks: start it with "
+                "spark.task.resource.gpu.amount."
+            )
+        # mapInArrow looks columns up by their names, and would read "a.b" as a field of a struct.
+        plain = frame.toDF(*(f"c{number}" for number in range(len(names))))
+        return plain.mapInArrow(partial(_map_task, pack(make_worker), Driver.here(), names), fields, **options)
 
     def frame_schema(self, frame: Any) -> pa.Schema:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
-        return to_arrow_schema(frame.schema)
+        return arrow_schema(frame)
 
     def materialize(self, frame: Any, folder: str) -> None:
-        """Write the files from Spark's tasks: all executors must be able to access the folder."""
-        frame.write.parquet(f"file://{Path(folder).absolute()}")  # Hadoop takes a percent sign as it is
+        """Write the files from Spark's tasks: all executors must be able to access the folder.
+
+        Raises TableError for a frame that Spark cannot write as Parquet, and for a stream.
+        """
+        if frame.isStreaming:
+            raise TableError("a streaming DataFrame has no end. Write it as a table, and give its path.")
+        try:
+            frame.write.parquet(f"file://{Path(folder).absolute()}")  # Hadoop takes a percent sign as it is
+        except Exception as error:  # of the query, of a column's type or name, or of the storage
+            raise TableError(
+                f"Spark could not write the DataFrame as Parquet: {reason_of(error)}. Select the columns that training "
+                "reads, and rename or cast the one that is named."
+            ) from error
 
 
-def _map_task(payload: bytes, driver: Driver, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Run a task of `mapInArrow` with the GPUs that Spark granted to it."""
+def _map_task(
+    payload: bytes, driver: Driver, names: list[str], batches: Iterable[pa.RecordBatch]
+) -> Iterable[pa.RecordBatch]:
+    """Run a task of `mapInArrow` on columns with these names, with the GPUs that Spark granted to it."""
     from pyspark import TaskContext
 
-    return map_batches(payload, batches, granted_gpus(TaskContext.get()), driver)
+    named = (pa.RecordBatch.from_arrays(batch.columns, names) for batch in batches)
+    return map_batches(payload, named, granted_gpus(TaskContext.get()), driver)
 
 
 def _lanes(number: int) -> list[dict[str, str]]:

@@ -4,6 +4,7 @@
 with further steps between tokenizing and scoring.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     import ray.data
     from pyspark.sql import Column, SparkSession
 
+log = logging.getLogger(__name__)
+
 Stage = Callable[["ray.data.Dataset"], "ray.data.Dataset"]
 
 
@@ -52,8 +55,14 @@ def predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine:
     return to_original_frame(frame, scored)
 
 
-def map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
-    """Return the engine's own frame, of Arrow schema `schema`, with the prediction columns added."""
+def map_frame(frame: Any, schema: pa.Schema | None, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+    """Return the engine's own frame, of Arrow schema `schema`, with the prediction columns added.
+
+    A frame without rows that would show its columns (None) is returned as it is.
+    """
+    if schema is None:
+        log.warning("The frame has no rows and no known columns: there is nothing to score.")
+        return frame
     settings = checked_input(settings, spec, schema, "the frame")
     added = added_columns(settings, spec, schema)
     new = [column.name for column in added]
@@ -86,7 +95,8 @@ def spark_udf(
     """
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
-    from pyspark.sql.pandas.types import from_arrow_schema
+
+    from torchlake.engines._spark_frames import spark_struct
 
     settings, spec = _settings(
         model, runtime, null, batch_tokens, text=None, task=task, all_probabilities=all_probabilities, prefix=""
@@ -106,7 +116,7 @@ def spark_udf(
     several = len(spec.input_columns) > 1
     taken = Iterator[tuple[pd.Series, ...]] if several else Iterator[pd.Series]
     predictions.__annotations__ = {"batches": taken, "return": Iterator[pd.DataFrame]}
-    udf: Callable[..., Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
+    udf: Callable[..., Column] = pandas_udf(predictions, returnType=spark_struct(pa.schema(columns)))
     if name is not None:
         (session or SparkSession.getActiveSession() or engine.session.get()).udf.register(name, udf)
     return udf
@@ -148,6 +158,8 @@ def ray_stages(
 
     def tokenize(dataset: Any) -> Any:
         schema = engine.frame_schema(dataset)
+        if schema is None:
+            return dataset
         checked = checked_input(settings, spec, schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
         between = list(stage_types(settings))

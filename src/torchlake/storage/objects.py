@@ -45,6 +45,14 @@ def version_of(found: Found | None) -> Mapping[str, str] | None:
     return None if found is None else found.version
 
 
+def is_marker(name: str, size: int | None) -> bool:
+    """Return whether an object only stands for a folder, or for a finished job.
+
+    Consoles and Hadoop write such objects of zero bytes: `sub/`, `sub_$folder$`, `_SUCCESS`.
+    """
+    return size == 0 and (name.endswith(("/", "_$folder$")) or "." not in name.rpartition("/")[2])
+
+
 class ObjectFolder:
     """A folder in an object store, by URL. Methods take names relative to it, and raise StorageError."""
 
@@ -135,7 +143,10 @@ class ObjectFolder:
         return None if found is None else found.content
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Return the size in bytes of every object below a folder, by its name relative to this folder."""
+        """Return the size in bytes of every object below a folder, by its name relative to this folder.
+
+        Without markers of folders. obstore removes the slash at the end of their names.
+        """
         prefix = "/".join(part for part in (_path(self.location), below.strip("/")) if part)
         store = _store(self.location)
         try:
@@ -143,7 +154,8 @@ class ObjectFolder:
         except Exception as error:
             raise self._failure(below, error) from error
         top = f"{_path(self.location)}/".lstrip("/")
-        return {one["path"].removeprefix(top): int(one["size"]) for one in listed}
+        found = {one["path"].removeprefix(top): int(one["size"]) for one in listed if one["path"] != top.rstrip("/")}
+        return {name: size for name, size in found.items() if not is_marker(name, size)}
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; ignore those that do not exist."""

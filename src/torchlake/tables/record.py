@@ -15,7 +15,7 @@ from torchlake.errors import TableError, Unavailable, UnsafeError, UsageError
 from torchlake.redaction import redacted
 from torchlake.storage.access import open_binary
 from torchlake.storage.errors import unavailable
-from torchlake.storage.urls import is_url
+from torchlake.storage.urls import READ_ONLY, check_url, is_url
 from torchlake.tables.sources.files import local_path
 
 FOLDER = "_torchlake"
@@ -99,21 +99,26 @@ def output_parts(place: str) -> list[tuple[str, str]] | None:
 
 def _stored_parts(url: str) -> list[tuple[str, str]] | None:
     """Return `output_parts` in an object store. Cost: one request."""
-    last = url.rstrip("/").rpartition("/")[2]
-    if "*" in url or "?" in url or os.path.splitext(last)[1] or "::" in url:  # a glob or a file
+    root = url.rstrip("/")
+    is_public_file = check_url(url) in READ_ONLY and os.path.splitext(root)[1]
+    if "*" in url or "?" in url or is_public_file:
         return None
     try:
-        with open_binary(f"{url.rstrip('/')}/{COMMIT}") as source:
+        with open_binary(f"{root}/{COMMIT}") as source:
             record = json.loads(source.read())
-    except (Unavailable, ValueError):
+    except Unavailable:
         return None
+    except ValueError:
+        if check_url(url) in READ_ONLY:  # a web server may answer with a page
+            return None
+        record = None
     if not is_record(record):
-        raise TableError(f"{redacted(url)}/{COMMIT}: not a commit record of this version")
+        raise TableError(f"{redacted(root)}/{COMMIT}: not a commit record of this version")
     names = [part["name"] for part in record["parts"]]
     for name in names:
-        if "/" in name or name.startswith("."):
-            raise UnsafeError(f"{redacted(url)}: the name {name!r} leads out of the folder; refused")
-    return [(name, f"{url.rstrip('/')}/{PARTS}/{name}") for name in names]
+        if any(not step or step.startswith(".") for step in name.split("/")):
+            raise UnsafeError(f"{redacted(root)}: the name {name!r} leads out of the folder; refused")
+    return [(name, f"{root}/{PARTS}/{name}") for name in names]
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -21,7 +20,7 @@ from torchlake.storage.spread import Spread, each_file, in_process
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.formats.columnar import Footer
-from torchlake.tables.formats.layout import format_of, schema_of, storage_type
+from torchlake.tables.formats.layout import EXTENSIONS, format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.formats.types import common_type, fits, without_size
 from torchlake.tables.record import output_parts
@@ -184,17 +183,16 @@ class _File(NamedTuple):
 def _open_sources(source: StoredTable) -> list[SourceTable]:
     """Return the tables of `source` in the given order: adjacent loose files as one, each other table by its source."""
     if isinstance(source, str | os.PathLike):
-        kind = source_of(source)
-        return [_open_files(source) if kind is None else kind.open_source(source)]
-    given = [(one, source_of(one)) for one in source]
-    loose = [one for one, kind in given if kind is None]
+        return [_open_alone(source) or open_source(source)]
+    given = [(one, _open_alone(one, in_list=True)) for one in source]
+    loose = [one for one, table in given if table is None]
     opened = iter(open_each(loose) if loose or not given else ())
     tables: list[SourceTable] = []
     for is_loose, several in groupby(given, key=lambda one: one[1] is None):
         if is_loose:
             tables.append(joined(islice(opened, sum(1 for _ in several))))
         else:
-            tables += [kind.open_source(one) for one, kind in several if kind is not None]
+            tables += [table for _, table in several if table is not None]
     return _with_own_names(tables) if len(tables) > 1 else tables
 
 
@@ -219,12 +217,20 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     return renamed
 
 
-def _open_files(source: str | Path) -> SourceTable:
-    """Return the table of loose files; for a committed output, only the files in its record."""
-    parts = output_parts(local_path(os.fspath(source)))
+def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
+    """Return a table that is not loose files; of a committed output, only the files in its record."""
+    kind = source_of(source)
+    if kind is not None:
+        return kind.open_source(source)  # type: ignore[no-any-return]
+    place = local_path(os.fspath(source))
+    # A local output has no files that its record does not list; a list of many files would cost a request for each.
+    if in_list and (not is_url(place) or os.path.splitext(place.rstrip("/"))[1] in EXTENSIONS):
+        return None
+    folder = f"{place.rstrip('/').rpartition('/')[2]}/" if in_list else ""  # two outputs may have parts of one name
+    parts = output_parts(place)
     if parts is None:
-        return open_source(source)
-    return SourceTable(files=tuple(SourceFile(name=name, file=file) for name, file in parts))
+        return None
+    return SourceTable(files=tuple(SourceFile(name=f"{folder}{name}", file=file) for name, file in parts))
 
 
 def _inspected(

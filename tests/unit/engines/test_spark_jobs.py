@@ -96,6 +96,7 @@ def test_spark_connect_predicts_tables_and_frames_and_launches(tmp_path: Path, t
     assert said["value"] == [None, "0", "2"]
     assert said["error"] == "rank 1 failed with KeyError: 'the cause'"
     assert said["frame"] == 2
+    assert said["odd"] == ["2024-01-02T03:04:05", 3, None]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from torchlake.errors import TableError, Unavailable
 from torchlake.storage.errors import storage_errors, unavailable
+from torchlake.storage.objects import is_marker
 from torchlake.storage.urls import check_url, filesystem_of, is_url, secret_repository
 from torchlake.tables.formats.layout import is_table_file
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
@@ -143,19 +144,29 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
     with storage_errors(url):
         filesystem, path = filesystem_of(url)
         filesystem.invalidate_cache()  # fsspec caches listings for the life of the process
-        if filesystem.isfile(path):
+        if filesystem.isfile(path) and not _is_also_folder(filesystem, path, url):
             return url.rpartition("/")[0], [url], False
         if WILDCARDS & set(path):
-            paths = [found for found in filesystem.glob(path) if not filesystem.isdir(found)]
+            found = filesystem.glob(path, detail=True)
             base = _before_wildcard(path)
         else:
-            paths = filesystem.find(path) if filesystem.isdir(path) else []
+            found = filesystem.find(path, detail=True) if filesystem.isdir(path) else {}
             base = path
-        if not paths:
+        if not found:
             _check_bucket(filesystem, path, url)
         root = filesystem.unstrip_protocol(base)
-        files = [filesystem.unstrip_protocol(found) for found in paths]
+        files = [
+            filesystem.unstrip_protocol(name)
+            for name, info in found.items()
+            if info["type"] != "directory" and not is_marker(name, info.get("size"))
+        ]
     return root, _table_files(root, files, wanted, url), True
+
+
+def _is_also_folder(filesystem: Any, path: str, url: str) -> bool:
+    """Return whether the folder is meant where a bucket has an object of the same name, perhaps an empty marker."""
+    marks = url.endswith("/") or ("." not in posixpath.basename(path) and filesystem.size(path) == 0)
+    return marks and bool(filesystem.isdir(path))
 
 
 def _check_bucket(filesystem: Any, path: str, url: str) -> None:
