@@ -4,6 +4,7 @@ import gc
 import getpass
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ import tiny
 from torchlake import plugins
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
 
+# A shell without job control starts what runs in its background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
 hypothesis.settings.register_profile("torchlake", deadline=None)
 hypothesis.settings.load_profile("torchlake")
