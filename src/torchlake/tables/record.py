@@ -105,9 +105,11 @@ def _stored_parts(url: str) -> list[tuple[str, str]] | None:
         return None
     try:
         with open_binary(f"{root}/{COMMIT}") as source:
-            record = json.loads(source.read())
+            content = source.read()
     except Unavailable:
         return None
+    try:
+        record = json.loads(content)
     except ValueError:
         if check_url(url) in READ_ONLY:  # a web server may answer with a page
             return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,7 +30,10 @@ def s3() -> Iterator[S3Server]:
     with s3_server.serving() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
+        # s3fs keeps its clients, even those of a server that another module has stopped.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         yield server
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def rows(*ids: int) -> bytes:
