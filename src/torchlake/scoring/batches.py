@@ -61,16 +61,15 @@ def for_each_batch(
     refused = [name for name in REFUSED if name in options]
     if refused:
         raise UsageError(f"{', '.join(refused)}: not for the batches of a stream; leave it out of for_each_batch.")
-    kind: Any = {"mode": "append", **options}
-    whole = output_of(output, output_options({**options}).target).target.reusable
+    whole = output_of(output, output_options(dict(options)).target).target.reusable
+    chosen: Any = options if whole else {"mode": "append", **options}
+    kind = output_options(chosen).target
 
     def write(frame: "DataFrame", batch: int) -> None:
         name = f"{query or _query_of(frame)}-{batch}"
         place = f"{os.fspath(output).rstrip('/')}/batch={batch}" if whole else output
-        found = output_of(place, output_options(dict(options) if whole else kind).target)
         engine = make_engine("spark", None, session=frame.sparkSession)
-        stored = _stored(frame, name, found, batches, engine)
-        chosen: Any = options if whole else kind
+        stored = _stored(frame, name, output_of(place, kind), batches, engine)
         predict(model, stored, place, key=key, runtime=runtime, engine=engine, commit_id=name, **chosen)
         atomic_io.remove([stored])
 

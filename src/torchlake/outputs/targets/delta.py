@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -58,6 +59,20 @@ class DeltaSnapshot:
         with library_errors(self.table.table_uri):
             entries = self.table.history(HISTORY)
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
+
+    @cached_property
+    def paths(self) -> Sequence[str]:
+        """The files that the log lists, as it names them: read once, because each commit is looked for among them."""
+        if self.table is None or not self.table.file_uris():
+            return ()
+        found: list[str] = pa.table(self.table.get_add_actions())["path"].to_pylist()
+        return found
+
+    @cached_property
+    def history(self) -> Sequence[Mapping[str, Any]]:
+        """The entries of the log about all operations, the newest first."""
+        found: list[dict[str, Any]] = self.table.history()
+        return found
 
 
 @reads_log
@@ -144,16 +159,15 @@ class DeltaTarget:
         if record is None:
             return True
         files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]}
-        return files == set(_paths(snapshot.table)) and not _has_deleted_rows(snapshot.table)
+        return files == set(snapshot.paths) and not _has_deleted_rows(snapshot.table)
 
     def lost(self, snapshot: DeltaSnapshot, commit: str) -> bool:
         """Return whether it is certain that no row of a commit that was made is in the table any more."""
         record = read_record(cast(Target, self), commit)
         if record is None or not record["parts"] or self.live(snapshot, record):
             return False
-        history = snapshot.table.history()
-        made = next((int(one["version"]) for one in history if one.get(KEPT_COMMITS) == commit), None)
-        return made is not None and is_lost(history, made, self._adds_only)
+        made = next((int(one["version"]) for one in snapshot.history if one.get(KEPT_COMMITS) == commit), None)
+        return made is not None and is_lost(snapshot.history, made, self._adds_only)
 
     def _adds_only(self, entry: Mapping[str, Any]) -> bool:
         """Return whether an entry of the log that adds rows did nothing else; replace-where rewrites other rows."""
@@ -168,8 +182,7 @@ class DeltaTarget:
     def live(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return the parts that the log still lists."""
         folder = f"{APP}-{record['commit'][:16]}/"
-        paths = _paths(snapshot.table) if snapshot.table is not None else []
-        return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
+        return {path.removeprefix(folder) for path in snapshot.paths if path.startswith(folder)}
 
     def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
         """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""
@@ -367,10 +380,3 @@ def _has_deleted_rows(table: Any) -> bool:
     """Return whether files of a table have deletion vectors."""
     marked = "deletionVectors" in (table.protocol().reader_features or ())
     return marked and len(pa.table(table.deletion_vectors())) > 0
-
-
-def _paths(table: Any) -> Sequence[str]:
-    if not table.file_uris():
-        return []
-    paths: list[str] = pa.table(table.get_add_actions())["path"].to_pylist()
-    return paths

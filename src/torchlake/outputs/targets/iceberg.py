@@ -12,6 +12,7 @@ belong, and every part has the table's field ids. Missing columns are added at t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import pyarrow as pa
@@ -62,6 +63,11 @@ class IcebergSnapshot:
         """The commit that the property names."""
         found: str | None = None if self.table is None else self.table.properties.get(COMMIT)
         return found
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The files of the snapshot: read once, because each commit is looked for among them."""
+        return frozenset(() if self.table is None else (one.file_path for one in files.live_files(self.table)))
 
 
 @reads_log
@@ -184,8 +190,10 @@ class IcebergTarget:
             return False
         if record is None:
             return True
-        folder, paths = _data_folder(table, commit), {one.file_path for one in files.live_files(table)}
-        return paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(table)
+        folder = _data_folder(table, commit)
+        return snapshot.paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(
+            table
+        )
 
     def lost(self, snapshot: IcebergSnapshot, commit: str) -> bool:
         """Return whether it is certain that no row of a commit that was made is in the table any more."""
@@ -213,8 +221,7 @@ class IcebergTarget:
         if snapshot.table is None:
             return set()
         folder = _data_folder(snapshot.table, record["commit"])
-        paths = {one.file_path for one in files.live_files(snapshot.table)}
-        return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in paths}
+        return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in snapshot.paths}
 
     def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
         """Return the files of this snapshot. Raises OutputError if a reader needs more than the files."""
