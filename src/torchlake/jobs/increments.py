@@ -63,9 +63,10 @@ def new_rows(work: Work[Any], table: Any, output: Output, options: OutputOptions
         return
     rows = open_table(source.at(source.position), columns=work.columns, options=options.read)
     work.fit(rows)
-    settings = work.fingerprint(rows, output.earlier().fingerprint)
+    earlier = output.earlier()
+    settings = work.fingerprint(rows, earlier.fingerprint)
     name = position_name([source.name, source.id], settings, options.read.asked)
-    begun = output.earlier().positions.get(name)
+    begun = earlier.positions.get(name)
     # An interrupted write ends at the version that was current when it began. It is finished first, with its own end:
     # its stored plan and its parts belong to exactly these files, and another end would discard all of them.
     for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):

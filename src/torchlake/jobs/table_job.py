@@ -37,7 +37,7 @@ from torchlake.storage.spread import in_process
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
-from torchlake.tables.plan import ChunkPlan
+from torchlake.tables.plan import ChunkPlan, InputFile
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table, open_table
 
@@ -107,8 +107,9 @@ def _commit_rows(
     began = time.perf_counter()
     source = _open(work, table, output, options, engine)
     schema = work.fit(source)
-    plan = _plan(work, source, schema, output, options, engine)
-    fingerprint = work.fingerprint(source, output.earlier().fingerprint)
+    earlier = output.earlier()
+    plan = _plan(work, source, schema, output, earlier.inputs, options, engine)
+    fingerprint = work.fingerprint(source, earlier.fingerprint)
     new = only_new(plan, output, fingerprint, increment)
     if new is None:
         return None
@@ -171,7 +172,13 @@ def _open(work: Work[R], table: StoredTable, output: Output, options: OutputOpti
 
 
 def _plan(
-    work: Work[R], source: Table, schema: pa.Schema, output: Output, options: OutputOptions, engine: Engine
+    work: Work[R],
+    source: Table,
+    schema: pa.Schema,
+    output: Output,
+    cached: Sequence[InputFile],
+    options: OutputOptions,
+    engine: Engine,
 ) -> ChunkPlan:
     """Split the input into chunks, and check its key and the output's schema."""
     stored_schema(schema)
@@ -179,7 +186,7 @@ def _plan(
         source,
         columns=work.columns,
         chunk_rows=options.chunk_rows,
-        cached=output.earlier().inputs,
+        cached=cached,
         spread=engine.spread,
     )
     if work.key is not None:
