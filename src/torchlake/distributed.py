@@ -173,6 +173,14 @@ def barrier(group: Group, doing: str) -> None:
     all_sum(group, [0.0], doing)
 
 
+class LostPeers(RuntimeError):
+    """A collective failed because of another rank, whose own error is the one to report."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.by_a_peer = True  # `processes/ranks.py` looks at it
+
+
 @contextmanager
 def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
     """Re-raise the failure of a collective because of a lost peer, naming this rank and what it was doing."""
@@ -183,7 +191,7 @@ def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
         lost = any(word in words for word in LOST_PEER_WORDS) and not ran_out_of_memory(error)
         if group.world_size == 1 or not lost:
             raise
-        raise RuntimeError(
+        raise LostPeers(
             f"rank {group.rank} of {group.world_size} gave up waiting for the other ranks while {doing}: one of them "
             "died, hangs, or took longer than train.collective_timeout"
         ) from error

@@ -1,8 +1,8 @@
 """A launched group: wait for N ranks, find the first one that failed, stop the others.
 
 When a rank fails, its peers usually fail as a consequence. So failures are ordered by time (an exception has the time
-of its rank's machine), and a crash by a signal that cannot be a consequence of a peer's exit comes before any
-exception.
+of its rank's machine). A crash by a signal that cannot be a consequence of a peer's exit comes before any exception,
+and a collective that was ended by a peer after all: that peer may take longer to leave its blocks and report its error.
 """
 
 import signal
@@ -40,6 +40,7 @@ class _Failed:
     error: TorchlakeError
     when: float
     crashed: bool = False
+    by_a_peer: bool = False
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,9 @@ class _Group:
             self.values[rank] = unpack(value)
         elif kind == "error":
             self.values[rank], failure = None, unpack(value)
-            self.failures.append(_Failed(error=to_exception(failure, rank=rank, who="rank"), when=failure.when))
+            error = to_exception(failure, rank=rank, who="rank")
+            by_a_peer = bool(failure.fields.get("by_a_peer"))
+            self.failures.append(_Failed(error=error, when=failure.when, by_a_peer=by_a_peer))
         elif kind == "exit":
             self.running.discard(rank)
             if rank not in self.values:
@@ -72,10 +75,10 @@ class _Group:
                 self.failures.append(_Failed(error=error, when=failure.when, crashed=is_crash(value)))
         return True
 
-    def listen_for(self, seconds: float) -> None:
-        """Process events until all ranks have exited or the time is over."""
+    def listen_for(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Process events until all ranks have exited, `until` is true or the time is over."""
         deadline = time.monotonic() + seconds
-        while self.running and self.listen(deadline):
+        while self.running and not until() and self.listen(deadline):
             pass
 
 
@@ -89,6 +92,8 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
             while not group.failures and len(group.values) < number:
                 group.listen()
             group.listen_for(SETTLE_S if group.failures else EXIT_S)
+            if group.failures and all(failed.by_a_peer for failed in group.failures):
+                group.listen_for(STOP_S, until=lambda: not group.failures[-1].by_a_peer)
         except (KeyboardInterrupt, Interrupted) as stop:
             children.signal(signal.SIGTERM)
             group.listen_for(grace_s)
@@ -96,7 +101,7 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
             raise to_interrupted(stop, next(texts, None)) from stop
         if not group.failures:
             return group.values[0]
-        first = min(group.failures, key=lambda failed: (not failed.crashed, failed.when))
+        first = min(group.failures, key=lambda failed: (not failed.crashed, failed.by_a_peer, failed.when))
         # A rank that hangs in a collective first writes its stacks to standard error, which often shows why the others
         # failed; a stop that was asked for needs no explanation. SIGTERM then lets ranks end by themselves, and leaving
         # the block kills those that do not.

@@ -443,6 +443,26 @@ def test_a_frame_is_mapped_in_this_process() -> None:
     assert mapped.to_pydict() == {"n": [1, 2, 3], "here": [os.getpid()] * 3}
 
 
+def test_the_error_of_a_peer_is_reported_although_it_comes_later(tmp_path: Path) -> None:
+    """A rank that waits in a collective often ends before the one that left it has closed its blocks."""
+    with pytest.raises(RankFailed, match="the cause") as failed:
+        Local().launch(_give_up_or_fail_later, tmp_path, processes=2)
+    assert failed.value.rank == 1
+    (tmp_path / "rank0.pid").unlink()
+    with pytest.raises(RankFailed, match="gave up"):
+        Local().launch(_give_up_or_fail_later, tmp_path, processes=1)
+
+
+def _give_up_or_fail_later(folder: Path) -> None:
+    from torchlake.distributed import LostPeers
+
+    if os.environ["RANK"] == "0":
+        note(folder, "rank0")
+        raise LostPeers("rank 0 of 2 gave up")
+    wait_for(lambda: gone(pid(folder, "rank0")))
+    raise ValueError("the cause")
+
+
 def _run_script(folder: Path, source: str, *args: str) -> str:
     """What a script prints to stdout."""
     script = folder / "user_script.py"
