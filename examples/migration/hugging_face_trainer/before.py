@@ -37,6 +37,8 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,  # collate reads them
+        # transformers 5.23 multiplies the mean of a rank's rows by the number of ranks otherwise.
+        average_tokens_across_devices=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

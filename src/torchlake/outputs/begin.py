@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,25 +19,16 @@ from torchlake.outputs.compatibility import (
     continued,
     differences,
     input_changes,
-    is_same,
     refuse_differences,
 )
-from torchlake.outputs.kept import check_free_space, damage, keep_sound_parts
-from torchlake.outputs.records import last_job, position_of, read_record, stored_commits
+from torchlake.outputs.finished import Found, commit_id, finished_record, is_lost, is_result
+from torchlake.outputs.records import last_job
+from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
 from torchlake.storage.urls import is_url
 from torchlake.tables.plan import InputFile, plan_from_json, plan_to_json
-
-
-def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
-    """Return the id of a job's commit: the same for the same rows, or for the same name that the caller has `given`.
-
-    `basis` distinguishes commits that are made again, such as repeated overwrites.
-    """
-    what = [job.plan.id, job.fingerprint] if given is None else ["named", given]
-    return atomic_io.digest([*what, *([basis] if basis else [])])[:32]
 
 
 class Earlier(NamedTuple):
@@ -87,17 +77,6 @@ def transaction(target: Target, request: WriteRequest) -> Iterator[Transaction]:
         write.close()
 
 
-class _Found(NamedTuple):
-    """What a job finds at its target."""
-
-    target: Target
-    request: WriteRequest
-    job: JobSpec
-    snapshot: Snapshot
-    published: JobSpec | None
-    "The job whose result a folder is; None for a table, and for a folder that does not exist yet."
-
-
 def _begin(target: Target, request: WriteRequest) -> Transaction:
     """Check what is at the target, and start or resume the write, unless the job is complete."""
     fingerprint = json.loads(json.dumps(dict(request.fingerprint)))
@@ -107,7 +86,7 @@ def _begin(target: Target, request: WriteRequest) -> Transaction:
     try:
         left = bool(target.root) and state_of(target).is_left()
         found = _look(target, request, job)
-        finished = _finished(found)
+        finished = finished_record(found)
     except OSError as error:
         if error.filename is None:  # of a library
             raise
@@ -141,7 +120,7 @@ def _begin(target: Target, request: WriteRequest) -> Transaction:
         raise
 
 
-def _begin_leased(found: _Found, state: JobState) -> Transaction:
+def _begin_leased(found: Found, state: JobState) -> Transaction:
     """Repeat the checks of `_begin`, now that no other writer can interfere, and store the plan."""
     stored = _interrupted(state)
     if stored is not None and (_was_made(found, stored) or not stored.is_of(found.target, found.snapshot)):
@@ -150,7 +129,7 @@ def _begin_leased(found: _Found, state: JobState) -> Transaction:
         # deleted.
         state.clear()
         stored = None
-    finished = _finished(found)
+    finished = finished_record(found)
     if finished is not None:
         state.finish() if stored is None else state.release()  # another job's interrupted write stays
         return _completed(found, finished)
@@ -166,93 +145,26 @@ def _begin_leased(found: _Found, state: JobState) -> Transaction:
     return write
 
 
-def _look(target: Target, request: WriteRequest, job: JobSpec) -> _Found:
+def _look(target: Target, request: WriteRequest, job: JobSpec) -> Found:
     snapshot = target.snapshot()
     published = last_job(target, snapshot) if target.reusable else None
     if target.reusable and snapshot.latest is not None and published is None:
         raise OutputError(f"{target.shown}: its plan is missing. Remove the folder, or give another output.")
-    return _Found(target, request, job, snapshot, published)
+    return Found(target, request, job, snapshot, published)
 
 
-def _transaction(found: _Found, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
+def _transaction(found: Found, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
     target, request = found.target, found.request
     parts = target.part_folder(name, request.schema)
     return Transaction(target=target, request=request, state=state, job=job, id=name, parts=parts, **fields)
 
 
-def _completed(found: _Found, record: dict[str, Any]) -> Transaction:
+def _completed(found: Found, record: dict[str, Any]) -> Transaction:
     state, name = state_of(found.target), record.get("commit", "")
     return _transaction(found, state, found.job, name, complete=True, record=record)
 
 
-def _finished(found: _Found) -> dict[str, Any] | None:
-    """Return the record of this job's commit if nothing is left to do."""
-    target, request, job, snapshot, published = found
-    if target.reusable:
-        thorough = request.allowed.overwrite and target.staged  # not all of a bucket, which would be downloaded
-        done = published is not None and _is_result(found, job, thorough=thorough)
-        return published.record if published is not None and done else None
-    # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
-    # that are added have one id per job, which is found even if other commits came after it. So has a named commit.
-    given, replaces = request.commit_id, target.options.mode == "overwrite" and not request.commit_id
-    names = [] if replaces else [commit_id(job, given)]
-    if _is_lost(found, names):  # written again later, with another id
-        names = stored_commits(target.root)
-    for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
-        record = read_record(target, name) if target.has(snapshot, name) else None
-        if record is None or not _is_commit(found, record) or _is_lost(found, [name]):
-            continue
-        # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
-        # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
-        # written again.
-        if not replaces or (target.has(snapshot, name, record) and _has_positions(found)):
-            return record
-    return None
-
-
-def _has_positions(found: _Found) -> bool:
-    """Return whether the target says how far the sources were read; a table may have the same files at two versions."""
-    wanted, reached = found.request.positions, partial(position_of, found.target, found.snapshot)
-    return all(reached(name) == position for name, position in wanted.items())
-
-
-def _is_commit(found: _Found, record: Mapping[str, Any]) -> bool:
-    """Return whether a record is that of the job's commit: of the same rows, or of the name that the caller gave.
-
-    Raises FingerprintError if another job has used the name.
-    """
-    given, job = found.request.commit_id, found.job
-    if given is None or record.get("commit_id") != given:
-        return given is None and record["plan"] == job.plan.id and bool(record["fingerprint"] == job.fingerprint)
-    before = JobSpec(job.plan, record["fingerprint"])
-    if different := differences(before, job):
-        raise FingerprintError(
-            f"{found.target.shown}: the commit {given!r} was made by another job:\n  "
-            + "\n  ".join(different)
-            + "\nGive this commit another name (commit_id), or the earlier settings."
-        )
-    return True
-
-
-def _is_lost(found: _Found, names: Sequence[str]) -> bool:
-    """Return whether one of these commits was made, and all of its rows are gone from the table."""
-    table = as_table(found.target)
-    made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
-    return any(table.lost(found.snapshot, name) for name in made) if table is not None else False
-
-
-def _is_result(found: _Found, job: JobSpec, *, thorough: bool = False) -> bool:
-    """Return whether a folder is the result of a job and has all parts."""
-    published = found.published
-    if published is None or published.record is None:
-        return False
-    named = found.request.commit_id is not None and job is found.job
-    if not (_is_commit(found, published.record) if named else is_same(published, job)):
-        return False
-    return damage(found.target, published.record, thorough=thorough) is None
-
-
-def _check(found: _Found) -> None:
+def _check(found: Found) -> None:
     """Raise unless the job, which is not complete, may write to the target."""
     target, request, job, snapshot, published = found
     target.check(snapshot, request.rows, request.key)
@@ -308,14 +220,14 @@ def _interrupted(state: JobState) -> _Interrupted | None:
     )
 
 
-def _was_made(found: _Found, stored: _Interrupted) -> bool:
+def _was_made(found: Found, stored: _Interrupted) -> bool:
     """Return whether the commit of an interrupted write was made: to resume it would write the same rows again."""
     if stored.commit:
         return found.target.has(found.snapshot, stored.commit)
-    return _is_result(found, stored.job)
+    return is_result(found, stored.job)
 
 
-def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Transaction:
+def _resumed(found: Found, state: JobState, stored: _Interrupted | None) -> Transaction:
     """Return the write, with the chunks of the interrupted one or the last commit that it continues."""
     target, _, job, snapshot, earlier = found
     name = ""
@@ -342,7 +254,7 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     # commit are gone: the target would not commit its id again.
     given = found.request.commit_id
     replaces = (target.options.mode == "overwrite" and given is None) or target.reusable
-    basis = snapshot.version if replaces or _is_lost(found, [commit_id(job, given)]) else ""
+    basis = snapshot.version if replaces or is_lost(found, [commit_id(job, given)]) else ""
     name = name or commit_id(job, given, basis)
     return _transaction(
         found,
@@ -354,7 +266,7 @@ def _resumed(found: _Found, state: JobState, stored: _Interrupted | None) -> Tra
     )
 
 
-def _continues(found: _Found, stored: _Interrupted) -> bool:
+def _continues(found: Found, stored: _Interrupted) -> bool:
     """Return whether the job continues the interrupted write; else its parts are discarded.
 
     Raises FingerprintError if the write is of another job and may not be discarded.

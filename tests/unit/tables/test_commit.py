@@ -423,7 +423,7 @@ def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("torchlake.outputs.kept.os.link", refuse)
+    monkeypatch.setattr("torchlake.outputs.staging.kept.os.link", refuse)
     with write_transaction(
         out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=AllowedChanges(new_input=True)
     ) as write:

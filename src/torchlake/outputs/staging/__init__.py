@@ -1,4 +1,4 @@
-"""The state of a write in progress: staging folders, stored plans, and input that is stored until the job ends.
+"""The state of a write in progress: staging folders, stored plans, parts that are kept, input stored until the end.
 
 In: an output. Out: its staging folder or objects, held by one writer.
 Read `folders.py` first.

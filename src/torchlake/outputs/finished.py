@@ -1,0 +1,100 @@
+"""Find out whether a job's commit was made already: then nothing is left to do."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchlake import atomic_io
+from torchlake.errors import FingerprintError
+from torchlake.outputs.compatibility import JobSpec, differences, is_same
+from torchlake.outputs.records import position_of, read_record, stored_commits
+from torchlake.outputs.staging.kept import damage
+from torchlake.outputs.target import Snapshot, Target, as_table
+from torchlake.outputs.transaction import WriteRequest
+
+
+def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
+    """Return the id of a job's commit: the same for the same rows, or for the same name that the caller has `given`.
+
+    `basis` distinguishes commits that are made again, such as repeated overwrites.
+    """
+    what = [job.plan.id, job.fingerprint] if given is None else ["named", given]
+    return atomic_io.digest([*what, *([basis] if basis else [])])[:32]
+
+
+class Found(NamedTuple):
+    """What a job finds at its target."""
+
+    target: Target
+    request: WriteRequest
+    job: JobSpec
+    snapshot: Snapshot
+    published: JobSpec | None
+    "The job whose result a folder is; None for a table, and for a folder that does not exist yet."
+
+
+def finished_record(found: Found) -> dict[str, Any] | None:
+    """Return the record of this job's commit if nothing is left to do."""
+    target, request, job, snapshot, published = found
+    if target.reusable:
+        thorough = request.allowed.overwrite and target.staged  # not all of a bucket, which would be downloaded
+        done = published is not None and is_result(found, job, thorough=thorough)
+        return published.record if published is not None and done else None
+    # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
+    # that are added have one id per job, which is found even if other commits came after it. So has a named commit.
+    given, replaces = request.commit_id, target.options.mode == "overwrite" and not request.commit_id
+    names = [] if replaces else [commit_id(job, given)]
+    if is_lost(found, names):  # written again later, with another id
+        names = stored_commits(target.root)
+    for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
+        record = read_record(target, name) if target.has(snapshot, name) else None
+        if record is None or not _is_commit(found, record) or is_lost(found, [name]):
+            continue
+        # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
+        # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
+        # written again.
+        if not replaces or (target.has(snapshot, name, record) and _has_positions(found)):
+            return record
+    return None
+
+
+def _has_positions(found: Found) -> bool:
+    """Return whether the target says how far the sources were read; a table may have the same files at two versions."""
+    wanted, reached = found.request.positions, partial(position_of, found.target, found.snapshot)
+    return all(reached(name) == position for name, position in wanted.items())
+
+
+def _is_commit(found: Found, record: Mapping[str, Any]) -> bool:
+    """Return whether a record is that of the job's commit: of the same rows, or of the name that the caller gave.
+
+    Raises FingerprintError if another job has used the name.
+    """
+    given, job = found.request.commit_id, found.job
+    if given is None or record.get("commit_id") != given:
+        return given is None and record["plan"] == job.plan.id and bool(record["fingerprint"] == job.fingerprint)
+    before = JobSpec(job.plan, record["fingerprint"])
+    if different := differences(before, job):
+        raise FingerprintError(
+            f"{found.target.shown}: the commit {given!r} was made by another job:\n  "
+            + "\n  ".join(different)
+            + "\nGive this commit another name (commit_id), or the earlier settings."
+        )
+    return True
+
+
+def is_lost(found: Found, names: Sequence[str]) -> bool:
+    """Return whether one of these commits was made, and all of its rows are gone from the table."""
+    table = as_table(found.target)
+    made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
+    return any(table.lost(found.snapshot, name) for name in made) if table is not None else False
+
+
+def is_result(found: Found, job: JobSpec, *, thorough: bool = False) -> bool:
+    """Return whether a folder is the result of a job and has all parts."""
+    published = found.published
+    if published is None or published.record is None:
+        return False
+    named = found.request.commit_id is not None and job is found.job
+    if not (_is_commit(found, published.record) if named else is_same(published, job)):
+        return False
+    return damage(found.target, published.record, thorough=thorough) is None
