@@ -31,7 +31,8 @@ from torchlake.scoring.scorer import Scorer, prepare_runtime
 FOUND = Path(__file__).with_name("encoders.json")
 FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet"),
-    *("modernbert", "nomic_bert", "deberta", "deberta-v2", "t5", "bart"),
+    *("modernbert", "nomic_bert", "eurobert", "gte", "jina_embeddings_v3", "deberta", "deberta-v2"),
+    *("qwen3", "gemma3_text", "mistral", "t5", "bart"),
 )
 RUNTIMES = ("varlen", "bf16", "int8", "compiled", "zentorch", "onnx", "onnx_int8", "openvino", "openvino_int8")
 COMPILED = ("compiled", "zentorch")

@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("gelu", "relu")
 ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
 MODEL_TYPES = ("bert", "distilbert", "electra", "mpnet", *ROBERTA_LIKE)
-OTHERS = {
-    "deberta": "its attention also reads the distance of tokens",
-    "deberta-v2": "its attention also reads the distance of tokens",
-    "modernbert": "its positions turn queries and keys, and most of its layers read neighbors only",
-    "nomic_bert": "its positions turn queries and keys",
-}
-"Why other well-known encoders do not belong to this family."
-
+TASKS = ("text_classification", "feature_extraction")
+"Tasks that read the first token, or pooled tokens."
 BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
 "The prefix of the encoder's tensor names, if it is not the model type."
 
@@ -175,8 +169,7 @@ def refusal(folder: Path) -> str | None:
     config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
-        why = f": {OTHERS[kind]}" if kind in OTHERS else ""
-        return f"it supports the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}{why}"
+        return f"it does not support models of type {kind!r}"
     activation = config.get("hidden_act", config.get("activation", "gelu"))
     if activation not in ACTIVATIONS:
         return f"it supports the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"

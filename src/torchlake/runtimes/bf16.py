@@ -15,7 +15,7 @@ from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
 
 TOLERANCE = 0.02
-tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
+tasks: tuple[str, ...] | None = _packed.TASKS
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
@@ -39,7 +39,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         reason = "this torch was built without oneDNN: use 'varlen'"
     if reason is not None:
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
-    if _packed.is_one(folder):
+    if _packed.is_one(folder, spec):
         return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)
 

@@ -18,7 +18,7 @@ from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
 
 TOLERANCE = 0.05
-tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
+tasks: tuple[str, ...] | None = _packed.TASKS
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
@@ -46,7 +46,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError("The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Use 'varlen'.")
-    if _packed.is_one(folder):
+    if _packed.is_one(folder, spec):
         return _packed.make_forward(folder, spec, linear=_linear)
     encoder = _encoder.read(folder, spec)
     activation = encoder.activation

@@ -11,7 +11,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
 
 TOLERANCE = 1e-5
-tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
+tasks: tuple[str, ...] | None = _packed.TASKS
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 refusal = _packed.refusal
@@ -22,7 +22,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     import torch
 
     linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
-    if _packed.is_one(folder):
+    if _packed.is_one(folder, spec):
         _packed.check_device("varlen", folder, device)
         return _packed.make_forward(folder, spec, linear=linear)
     encoder = _encoder.read(folder, spec)

@@ -21,9 +21,10 @@ from deltalake.exceptions import DeltaError
 from deltalake.schema import PrimitiveType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pyiceberg.types import StringType
+from pyiceberg.types import LongType, StringType
 from pyiceberg.utils.config import Config
 
+import s3_server
 import tiny
 import torchlake as tl
 from torchlake.errors import TorchlakeError
@@ -31,6 +32,7 @@ from torchlake.errors import TorchlakeError
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 FEED = {"delta.enableChangeDataFeed": "true"}
 DAY = dt.date(2024, 1, 1)
+NEVER = dt.datetime(2100, 1, 1)
 STAMP = dt.datetime(2024, 1, 1, 2, tzinfo=dt.UTC)
 PARTITIONS = {
     "": None,
@@ -51,16 +53,22 @@ def rows(first: int, stop: int, word: str = "film", other: bool = False) -> pa.T
         "day": pa.array([DAY + dt.timedelta(number % 2) for number in ids], pa.date32()),
         "at": pa.array([STAMP + dt.timedelta(hours=number % 2) for number in ids], pa.timestamp("us", "UTC")),
         "price": pa.array([f"{number % 2}.500" for number in ids]).cast(pa.decimal128(8, 3)),
+        "votes": pa.array(ids, pa.int32()),
     }
     return pa.table(columns | ({"extra": [f"x{number}" for number in ids]} if other else {}))
 
 
+def numbers(batch: pa.Table) -> pa.Array:
+    """A number that depends on all columns that the job reads."""
+    return pc.add(pc.cast(pc.utf8_length(batch["text"]), pa.int64()), pc.cast(batch["votes"], pa.int64()))
+
+
 def read_lengths() -> Callable[[pa.Table], pa.Table]:
-    return lambda batch: pa.table({"length": pc.cast(pc.utf8_length(batch["text"]), pa.int64())})
+    return lambda batch: pa.table({"length": numbers(batch)})
 
 
 def read_doubled() -> Callable[[pa.Table], pa.Table]:
-    return lambda batch: pa.table({"length": pc.multiply(pc.cast(pc.utf8_length(batch["text"]), pa.int64()), 2)})
+    return lambda batch: pa.table({"length": pc.multiply(numbers(batch), 2)})
 
 
 FUNCTIONS = {"lengths": read_lengths, "doubled": read_doubled}
@@ -72,18 +80,19 @@ class Case:
 
     folder: Path
     lake: Any
+    bucket: Any
     kind: str
     sink: str
     partition: str
     next_id: int = 100
-    where: str | None = None
+    read: dict[str, Any] = field(default_factory=dict)
     function: str = "lengths"
-    recreated: int = 0
     done: list[str] = field(default_factory=list)
 
     @property
     def source(self) -> str:
-        return "iceberg:lake.films.source" if self.kind == "iceberg" else str(self.folder / "source")
+        places = {"iceberg": "iceberg:lake.films.source", "bucket": f"s3://{s3_server.BUCKET}/source"}
+        return places.get(self.kind, str(self.folder / "source"))
 
     def output(self, name: str) -> str:
         return f"iceberg:lake.films.{name}" if self.sink == "iceberg" else str(self.folder / name)
@@ -94,12 +103,12 @@ class Case:
             self.source,
             self.output(name),
             schema={"length": pa.int64()},
-            columns=["text"],
+            columns=["text", "votes"],
             key="id",
             version=self.function,
             engine=tiny.Here(),
             **({} if self.sink == "iceberg" else {"format": "delta"}),
-            **({} if self.where is None else {"where": self.where}),
+            **self.read,
             **options,
         )
 
@@ -118,9 +127,8 @@ class Case:
     # What happens to the source.
     def make(self) -> None:
         first = rows(0, 6)
-        if self.kind == "files":
-            Path(self.source).mkdir(exist_ok=True)
-            pq.write_table(first, Path(self.source) / "0.parquet")
+        if self.kind in ("files", "bucket"):
+            self.put("0.parquet", first)
         elif self.kind == "iceberg":
             self.lake.create_table("films.source", first.schema).append(first)
         else:
@@ -136,9 +144,23 @@ class Case:
         self.next_id += 3
         self._add(rows(self.next_id - 3, self.next_id))
 
+    def put(self, name: str, table: pa.Table) -> None:
+        content = pa.BufferOutputStream()
+        pq.write_table(table, content)
+        if self.kind == "bucket":
+            self.bucket.put(f"source/{name}", content.getvalue().to_pybytes())
+        else:
+            Path(self.source).mkdir(exist_ok=True)
+            (Path(self.source) / name).write_bytes(content.getvalue())
+
+    def has_first(self) -> bool:
+        return "0.parquet" in (
+            self.bucket.keys("source") if self.kind == "bucket" else [one.name for one in Path(self.source).iterdir()]
+        )
+
     def _add(self, table: pa.Table) -> None:
-        if self.kind == "files":
-            pq.write_table(table, Path(self.source) / f"{self.next_id}.parquet")
+        if self.kind in ("files", "bucket"):
+            self.put(f"{self.next_id}.parquet", table)
         elif self.kind == "iceberg":
             self.lake.load_table("films.source").append(table)
         else:
@@ -151,24 +173,40 @@ class Case:
             if "extra" not in table.schema().column_names:
                 with table.update_schema() as update:
                     update.add_column("extra", StringType())
-        elif self.kind != "files" and "extra" not in [one.name for one in DeltaTable(self.source).schema().fields]:
+        elif self.kind.startswith("delta") and "extra" not in [
+            one.name for one in DeltaTable(self.source).schema().fields
+        ]:
             DeltaTable(self.source).alter.add_columns(Field("extra", PrimitiveType("string")))
-        self._add(rows(self.next_id - 2, self.next_id, other=self.kind != "files"))
+        self._add(rows(self.next_id - 2, self.next_id, other=self.kind not in ("files", "bucket")))
+
+    def widen(self) -> None:
+        """Add rows whose votes need a wider type, where the source's library can widen a column."""
+        self.next_id += 2
+        added = rows(self.next_id - 2, self.next_id)
+        if self.kind == "iceberg":
+            with self.lake.load_table("films.source").update_schema() as update:
+                update.update_column("votes", LongType())
+        if not self.kind.startswith("delta"):
+            votes = pa.array([2**40, None], pa.int64())
+            added = added.set_column(added.column_names.index("votes"), "votes", votes)
+        self._add(added)
 
     def delete(self) -> None:
         if self.kind == "files":
+            self.add()
             (Path(self.source) / "0.parquet").unlink(missing_ok=True)
-            if not any(Path(self.source).iterdir()):
-                self.add()
+        elif self.kind == "bucket":
+            self.add()
+            self.bucket.delete("source/0.parquet")
         elif self.kind == "iceberg":
             self.lake.load_table("films.source").delete("id < 2")
         else:
             DeltaTable(self.source).delete("id < 2")
 
     def update(self) -> None:
-        if self.kind == "files":
-            if (Path(self.source) / "0.parquet").exists():
-                pq.write_table(rows(0, 6, "another"), Path(self.source) / "0.parquet")
+        if self.kind in ("files", "bucket"):
+            if self.has_first():
+                self.put("0.parquet", rows(0, 6, "another"))
         elif self.kind == "iceberg":
             self.lake.load_table("films.source").overwrite(rows(3, 4, "another"), overwrite_filter="id = 3")
         else:
@@ -186,6 +224,13 @@ class Case:
     def compact(self) -> None:
         if self.kind.startswith("delta"):
             DeltaTable(self.source).optimize.compact()
+
+    def forget(self) -> None:
+        """Remove what only earlier versions of the source have."""
+        if self.kind == "iceberg":
+            self.lake.load_table("films.source").maintenance.expire_snapshots().older_than(NEVER).commit()
+        elif self.kind.startswith("delta"):
+            DeltaTable(self.source).vacuum(0, dry_run=False, enforce_retention_duration=False)
 
     def overwrite(self) -> None:
         if self.kind == "iceberg":
@@ -222,19 +267,32 @@ class Case:
         if self.sink == "delta" and DeltaTable.is_deltatable(self.output("out")):
             DeltaTable(self.output("out")).optimize.compact()
 
+    def forget_output(self) -> None:
+        if self.sink == "delta" and DeltaTable.is_deltatable(self.output("out")):
+            DeltaTable(self.output("out")).vacuum(0, dry_run=False, enforce_retention_duration=False)
+        elif self.sink == "iceberg" and self.lake.table_exists("films.out"):
+            self.lake.load_table("films.out").maintenance.expire_snapshots().older_than(NEVER).commit()
+
     def select_english(self) -> None:
-        self.where = "lang = 'en'"
+        self.read = {"where": "lang = 'en'"}
+
+    def select_some(self) -> None:
+        self.read = {"sample": 0.5}
+
+    def select_few(self) -> None:
+        self.read = {"limit": 2}
 
     def select_all(self) -> None:
-        self.where = None
+        self.read = {}
 
     def another_function(self) -> None:
         self.function = "doubled"
 
 
 EVENTS = (
-    "add", "add", "add_column", "delete", "update", "change_key", "leave_condition", "compact", "overwrite", "restore",
-    "recreate", "restore_output", "compact_output", "select_english", "select_all", "another_function",
+    "add", "add", "add_column", "widen", "delete", "update", "change_key", "leave_condition", "compact", "forget",
+    "overwrite", "restore", "recreate", "restore_output", "compact_output", "forget_output", "select_english",
+    "select_some", "select_few", "select_all", "another_function",
 )  # fmt: skip
 
 
@@ -249,7 +307,8 @@ def call(case: Case) -> None:
     if refused is not None:
         case.done.append(f"refused: {type(refused).__name__}: {refused}")
         assert case.rows("out") == before, f"a refused call changed the output: {case.done}"
-        # It can go on: a full run replaces the output, and increments follow it.
+        # It can go on: a full run replaces the output, and increments follow it. No increment follows a sample.
+        case.read = {key: value for key, value in case.read.items() if key == "where"}
         case.map("out", mode="overwrite")
         assert case.map("out", incremental=True).rows_in == 0, case.done
     else:
@@ -270,11 +329,22 @@ def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found.close()
 
 
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.S3Server]:
+    with s3_server.serving() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.filterwarnings("ignore:Delete operation did not match any records")  # of a source, by pyiceberg
 @pytest.mark.parametrize("examples", [10, pytest.param(400, marks=pytest.mark.slow)])
-def test_an_increment_is_a_full_run_or_refused(examples: int, tmp_path: Path, lake: Any) -> None:
+def test_an_increment_is_a_full_run_or_refused(
+    examples: int, tmp_path: Path, lake: Any, bucket: s3_server.S3Server
+) -> None:
     @settings(max_examples=examples, deadline=None, suppress_health_check=CHECKS, print_blob=False)
     @given(
-        kind=st.sampled_from(["delta with a feed", "delta", "files", "iceberg"]),
+        kind=st.sampled_from(["delta with a feed", "delta", "files", "bucket", "iceberg"]),
         sink=st.sampled_from(["delta", "iceberg"]),
         partition=st.sampled_from(list(PARTITIONS)),
         first=st.sampled_from(["incremental", "whole"]),
@@ -287,7 +357,9 @@ def test_an_increment_is_a_full_run_or_refused(examples: int, tmp_path: Path, la
         for name in ("source", "out", "full"):
             if lake.table_exists(f"films.{name}"):
                 lake.purge_table(f"films.{name}")
-        case = Case(folder, lake, kind, sink, partition)
+        for name in bucket.keys("source"):
+            bucket.delete(f"source/{name}")
+        case = Case(folder, lake, bucket, kind, sink, partition)
         case.make()
         case.map("out", **({"incremental": True} if first == "incremental" else {}))
         case.done.append(first)
