@@ -137,9 +137,14 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
 
 def with_length(settings: Mapping[str, Any], longest: int) -> dict[str, Any]:
     """Return settings for inputs of at most `longest` tokens."""
-    given = settings.get("processing_kwargs") or {}
-    kept = {kind: {k: v for k, v in one.items() if k != "max_length"} for kind, one in given.items()}
-    return {**settings, **({"processing_kwargs": kept} if given else {}), "max_seq_length": longest}
+    limits = ("max_length", "model_max_length")
+
+    def unlimited(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {key: unlimited(one) for key, one in value.items() if key not in limits}
+
+    return {**unlimited(settings), "max_seq_length": longest}
 
 
 def _read_modules(folder: Path, width: int) -> Embedding:
@@ -149,7 +154,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
         known = KIND.fullmatch(str(module["type"]))
         if known is None:
             raise DataError(
-                f"{folder / MODULES}: has the module {str(module['type'])[:80]!r}, which torchlake does not support; "
+                f"{folder / MODULES}: has the module {str(module['type'])[-80:]!r}, which torchlake does not support; "
                 "without it the vectors would differ. It supports Transformer, Pooling, Dense, Dropout and Normalize "
                 "of sentence-transformers."
             )
@@ -168,9 +173,8 @@ def _read_modules(folder: Path, width: int) -> Embedding:
     settings, name = read_settings(folder)
     prompts = _read(folder / PROMPTS)
     check_keys(folder / PROMPTS, prompts, known_keys.PROMPTS)
-    prompt = _prompt(prompts, folder)
     place = atomic_io.safe_join(folder, paths[1]) / "config.json"
-    poolings = _poolings(_read(place), place, prompt)
+    poolings = _poolings(_read(place), place)
     dense = tuple(_dense(folder, path) for kind, path in zip(kinds, paths, strict=True) if kind == "Dense")
     dimensions = width * len(poolings)
     for each in dense:
@@ -187,19 +191,22 @@ def _read_modules(folder: Path, width: int) -> Embedding:
         normalize="Normalize" in kinds,
         max_length=_longest(settings, folder / name),
         lowercase=bool(settings.get("do_lower_case", False)),
-        prompt=prompt,
+        prompt=_prompt(prompts, folder),
     )
 
 
 def _longest(settings: Mapping[str, Any], file: Path) -> int | None:
-    """Return the maximum tokens of a text. Raises DataError for arguments of the model or tokenizer that change it."""
-    for name in ("model_args", "model_kwargs"):
-        check_keys(file, settings.get(name) or {}, known_keys.MODEL_ARGUMENTS, name)
+    """Return the maximum tokens of a row. Raises DataError for arguments of the model or tokenizer that change it."""
+    longest = settings.get("max_seq_length")
+    for name in ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs"):
+        arguments = settings.get(name) or {}
+        check_keys(file, arguments, known_keys.LOADING, name)
+        longest = arguments.get("model_max_length") or longest
     modalities = settings.get("modality_config")
     if modalities is not None:
         check_keys(file, modalities, known_keys.MODALITIES, "modality_config")
         check_keys(file, modalities["text"], known_keys.TEXT_MODALITY, "modality_config.text")
-    longest, given = settings.get("max_seq_length"), settings.get("processing_kwargs") or {}
+    given = settings.get("processing_kwargs") or {}
     check_keys(file, given, known_keys.PROCESSING, "processing_kwargs")
     for kind in ("text", "common"):  # the later ones replace the earlier ones
         arguments = given.get(kind) or {}
@@ -208,7 +215,7 @@ def _longest(settings: Mapping[str, Any], file: Path) -> int | None:
     return None if longest is None else int(longest)
 
 
-def _poolings(config: Mapping[str, Any], file: Path, prompt: str) -> tuple[str, ...]:
+def _poolings(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
     check_keys(file, config, known_keys.POOLING)
     named = config.get("pooling_mode")  # in new versions, in any order
     if named is None:
@@ -220,7 +227,7 @@ def _poolings(config: Mapping[str, Any], file: Path, prompt: str) -> tuple[str, 
             f"{file}: pools token states by {', '.join(map(str, unknown)) or 'nothing'}; torchlake supports "
             f"{', '.join(POOLINGS)}"
         )
-    if prompt and config.get("include_prompt", True) is False:
+    if config.get("include_prompt", True) is False:
         raise DataError(f"{file}: leaves the prompt out (include_prompt), which is not supported yet")
     return tuple(modes)
 

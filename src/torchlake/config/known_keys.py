@@ -53,22 +53,27 @@ NORMALIZE = Keys(refused=_BETWEEN)
 DROPOUT = Keys(harmless=_names("dropout"))
 
 TRANSFORMER = Keys(
-    computed=_names("max_seq_length do_lower_case processing_kwargs modality_config model_args model_kwargs"),
+    computed=_names(
+        "max_seq_length do_lower_case processing_kwargs modality_config model_args model_kwargs tokenizer_args "
+        "processor_kwargs"
+    ),
     harmless=_names("unpad_inputs backend cache_dir"),
     refused={
         "transformer_task": ("feature-extraction",),
         "module_output_name": ("token_embeddings",),
         **dict.fromkeys(("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"), ()),
-        **dict.fromkeys(("tokenizer_args", "processor_kwargs", "config_args", "config_kwargs"), ({},)),
+        **dict.fromkeys(("config_args", "config_kwargs"), ({},)),
     },
 )
 "sentence_bert_config.json."
-MODEL_ARGUMENTS = Keys(
+LOADING = Keys(
+    computed=_names("model_max_length"),
     harmless=_names(
-        "torch_dtype dtype attn_implementation device_map low_cpu_mem_usage use_safetensors add_pooling_layer"
-    )
+        "torch_dtype dtype attn_implementation device_map low_cpu_mem_usage use_safetensors add_pooling_layer "
+        "padding_side use_fast"
+    ),
 )
-"Arguments with which sentence-transformers loads a model; here models are computed in the precision of the job."
+"Arguments with which sentence-transformers loads model and tokenizer; here the job decides about the precision."
 TEXT_ARGUMENTS = Keys(
     computed=_names("max_length"),
     harmless=_names(
@@ -136,7 +141,8 @@ TOKENIZER = Keys(
         pad_token_type_id pad_width padding padding_side phone_delimiter_token phonemize phonemizer_backend
         phonemizer_lang predict_timestamps processor_class question_encoder replace_word_delimiter_char
         response_schema response_template return_attention_mask return_tensors return_token_type_ids revision
-        slow_tokenizer_class special_tokens_map_file stride strip_column_names suffix_first tags_dict task
+        slow_tokenizer_class special_tokens_map_file special_tokens_pattern stride strip_column_names
+        token_type_ids_include_special_tokens token_type_ids_pattern suffix_first tags_dict task
         tokenizer_type transformers_version truncation truncation_strategy update_answer_coordinates
         use_auth_token use_fast verbose vocab_size
     """),

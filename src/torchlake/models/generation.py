@@ -95,7 +95,7 @@ def _check(options: GenerationOptions) -> None:
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return what generation_config.json, or else config.json, says about the model, not about sampling.
 
-    These are tokens that are forced, suppressed or end a text. Raises DataError for an unknown key.
+    These are tokens that are forced, suppressed or end an answer. Raises DataError for an unknown key.
     """
     from transformers import GenerationConfig
 
@@ -141,7 +141,7 @@ def language_token(folder: Path, language: str) -> int:
 
 def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:
     """Return the text of one row's tokens, without special tokens."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
 

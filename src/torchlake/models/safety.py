@@ -93,13 +93,12 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
     for name in values:
         if name.endswith(".safetensors.index.json"):
             _check_index(folder / name, values[name])
-    if weights:
-        counted = weight_files(folder)
-        if not counted:
-            raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
-        for file in counted:
-            if not file.is_file():
-                raise DataError(f"{file}: missing, but named in {INDEX}")
+    counted = weight_files(folder)
+    if weights and not counted:
+        raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
+    for file in counted:
+        if not file.is_file():
+            raise DataError(f"{file}: missing, but named in {INDEX}")
     if "config.json" in values:
         _check_model_type(folder / "config.json", values["config.json"])
     elif weights:
