@@ -219,7 +219,7 @@ def _poolings(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
     check_keys(file, config, known_keys.POOLING)
     named = config.get("pooling_mode")  # in new versions, in any order
     if named is None:
-        named = [name for name, flag in POOLINGS.items() if config.get(flag)] or ["mean"]
+        named = [name for name, flag in POOLINGS.items() if config.get(flag)] or (["mean"] if config else [])
     modes = [named] if isinstance(named, str) else list(named)
     unknown = [name for name in modes if name not in POOLINGS]
     if unknown or not modes:

@@ -109,7 +109,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
             found: Any = GenerationConfig.from_pretrained(folder, local_files_only=True, **origin)
     except Exception as error:
         raise DataError(f"{folder / CONFIG}: cannot be loaded: {in_words(error)}") from error
-    values = {name: getattr(found, name) for name in sorted(known_keys.GENERATION.computed)}
+    values = {name: getattr(found, name) for name in known_keys.GENERATION.computed.split()}
     if not load_config(folder).is_encoder_decoder and values["forced_bos_token_id"] is not None:
         raise DataError(f"{folder / CONFIG}: forced_bos_token_id is for encoder-decoders; this model is a decoder.")
     if isinstance(values["decoder_start_token_id"], list):
