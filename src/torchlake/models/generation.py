@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NOTHING, END, NON_FINITE = -1, -2, -3
 CONFIG = "generation_config.json"
-LANGUAGE = re.compile(r"__([a-z]{2,3}(?:_[A-Za-z]+)?)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
+LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
 "The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
 
 
@@ -129,14 +129,12 @@ def log_unused(folder: Path) -> None:
 def language_token(folder: Path, language: str) -> int:
     """Return the token of a language that a translator writes. Raises UsageError with the known languages."""
     tokenizer = load_tokenizer(folder)
-    names = dict(getattr(tokenizer, "lang_code_to_id", None) or {})
-    for token in tokenizer.all_special_tokens:
-        if found := LANGUAGE.fullmatch(token):
-            names.setdefault(found[1] or found[2], tokenizer.convert_tokens_to_ids(token))
-    if language not in names:
+    tokens = ((LANGUAGE.fullmatch(token), number) for token, number in tokenizer.get_vocab().items())
+    names = {found[1] or found[2]: int(number) for found, number in tokens if found is not None}
+    if language.strip("_") not in names:
         known = f"It knows {', '.join(sorted(names))}." if names else "Its tokenizer has no tokens of languages."
         raise UsageError(f"language={language!r}: {folder} does not translate into it. {known}")
-    return int(names[language])
+    return names[language.strip("_")]
 
 
 def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:

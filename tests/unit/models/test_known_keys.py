@@ -72,7 +72,7 @@ def image_processors() -> Iterator[tuple[str, Keys, set[str]]]:
 
 def generation() -> Iterator[tuple[str, Keys, set[str]]]:
     keys = {key for key in vars(transformers.GenerationConfig()) if key != "_original_object_hash"}
-    yield "GenerationConfig", known_keys.GENERATION, keys - known_keys.SAMPLING
+    yield "GenerationConfig", known_keys.GENERATION, {key for key in keys if key not in known_keys.SAMPLING}
 
 
 def sentence_transformer_modules() -> Iterator[tuple[str, Keys, set[str]]]:
@@ -105,7 +105,7 @@ def test_no_key_is_in_two_lists() -> None:
         computed, harmless = set(each.computed.split()), set(each.harmless.split())
         assert not computed & harmless
         assert not (computed | harmless) & each.refused.keys()
-    assert not [key for key in known_keys.SAMPLING if key in known_keys.GENERATION]
+    assert not [key for key in known_keys.SAMPLING.harmless.split() if key in known_keys.GENERATION]
 
 
 # Files.
