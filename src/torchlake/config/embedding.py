@@ -27,6 +27,7 @@ OLD_SETTINGS = tuple(
     f"sentence_{name}_config.json" for name in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 "Earlier names of SETTINGS; sentence-transformers reads the first file that has a key."
+FILES = (MODULES, SETTINGS, *OLD_SETTINGS, PROMPTS)
 KIND = re.compile(r"sentence_transformers(?:\.\w+)*\.(Transformer|Pooling|Dense|Normalize|Dropout)")
 "Supported modules, by the import paths of old and new versions."
 POOLINGS = {
@@ -135,8 +136,8 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
     return {}, SETTINGS
 
 
-def with_length(settings: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """Return settings for inputs of at most `longest` tokens."""
+def settings_for(folder: Path, longest: int) -> dict[str, Any]:
+    """Return the settings of the encoder for inputs of at most `longest` tokens."""
     limits = ("max_length", "model_max_length")
 
     def unlimited(value: Any) -> Any:
@@ -144,7 +145,7 @@ def with_length(settings: Mapping[str, Any], longest: int) -> dict[str, Any]:
             return value
         return {key: unlimited(one) for key, one in value.items() if key not in limits}
 
-    return {**unlimited(settings), "max_seq_length": longest}
+    return {**unlimited(read_settings(folder)[0]), "max_seq_length": longest}
 
 
 def _read_modules(folder: Path, width: int) -> Embedding:

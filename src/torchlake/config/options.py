@@ -144,7 +144,7 @@ class PredictOptions(JobArguments, SamplingArguments, total=False):
     ]
     prefix: Annotated[str, _output("TEXT", "Prefix for the names of prediction columns.")]
     max_length: Annotated[
-        int | None, _input("N", "Maximum tokens of a row; longer ones are truncated (default: the model's).", min=2)
+        int | None, _input("N", "Maximum tokens of a row; longer ones are truncated (default: the model's).", min=4)
     ]
     batch_tokens: Annotated[int | None, _execution("N", "Maximum tokens of a batch, with padding.", min=1)]
     gpus_per_process: Annotated[

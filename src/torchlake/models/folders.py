@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, OLD_SETTINGS, PROMPTS, SETTINGS
+from torchlake.config.embedding import FILES
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, FingerprintError, TorchlakeError
 from torchlake.storage.versions import Version, version_of
@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
 )
 # The layout of sentence-transformers: numbered folders hold pooling and what follows it.
-EMBEDDING_FILES = (MODULES, SETTINGS, *OLD_SETTINGS, PROMPTS, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
+EMBEDDING_FILES = (*FILES, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
 DECIDING_FILES = (
     "config.json",
     "generation_config.json",

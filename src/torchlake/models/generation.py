@@ -117,8 +117,11 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def log_unused(folder: Path) -> None:
-    """Log the settings of sampling in the folder, which the job's options replace."""
+def check_settings(folder: Path, options: GenerationOptions) -> None:
+    """Raise the errors of `settings_of` and `language_token`; log the settings that the job's options replace."""
+    settings_of(folder)
+    if options.language is not None:
+        language_token(folder, options.language)
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))

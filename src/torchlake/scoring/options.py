@@ -21,13 +21,7 @@ from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
-from torchlake.models.generation import (
-    GenerationOptions,
-    generation_options,
-    language_token,
-    log_unused,
-    settings_of,
-)
+from torchlake.models.generation import GenerationOptions, check_settings, generation_options
 from torchlake.models.load import EMBEDS, load_spec
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.rows import (
@@ -240,10 +234,7 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
         return
     if all_probabilities:
         raise UsageError("all_probabilities: a text generation model has no classes.")
-    settings_of(folder)  # refuses what is not computed
-    log_unused(folder)
-    if options.language is not None:
-        language_token(folder, options.language)
+    check_settings(folder, options)
     left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(

@@ -264,6 +264,8 @@ class Scoring:
     def provenance(self, out: Transaction, made: Sequence[ScoredChunk], seconds: float) -> dict[str, Any]:
         tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
         could = sum(chunk.rows for chunk in made)
+        writes = self.settings.generation is not None
+        own = {"generation_config": settings_of(Path(self.settings.model))} if writes else {}
         ran = ", ".join(sorted({chunk.runtime for chunk in made} - {""}))
         return {
             "model": self.settings.model,
@@ -273,11 +275,7 @@ class Scoring:
             "batch_tokens": self.settings.batch_tokens,
             "threads": self.choice.threads,
             "gpus_per_process": self.settings.gpus_per_process,
-            **(
-                {}
-                if self.settings.generation is None
-                else {"generation_config": settings_of(Path(self.settings.model))}
-            ),
+            **own,
             **self.environment,
             "rows_scored": sum(chunk.rows for chunk in out.pending),
             "seconds": round(seconds, 3),

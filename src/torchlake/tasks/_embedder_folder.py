@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import (
-    MODULES,
-    PROMPTS,
-    SETTINGS,
-    Embedding,
-    read_settings,
-    with_length,
-    write_layout,
-)
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, settings_for, write_layout
 from torchlake.tasks._pretrained import encoder_class
 
 if TYPE_CHECKING:
@@ -63,5 +55,4 @@ def write_folder(
     for name in (MODULES, PROMPTS):
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
-    settings = with_length(read_settings(base)[0], max_length)
-    atomic_io.write_json(folder / SETTINGS, settings, site="model.settings")
+    atomic_io.write_json(folder / SETTINGS, settings_for(base, max_length), site="model.settings")

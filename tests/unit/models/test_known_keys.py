@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 import torchlake as tl
 from torchlake.config import known_keys
-from torchlake.config.embedding import with_length
+from torchlake.config.embedding import settings_for
 from torchlake.config.known_keys import Keys
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import load
@@ -187,10 +187,11 @@ def test_what_sentence_transformers_6_saves_is_computed(embedder: Path, tmp_path
         np.testing.assert_allclose(found, SentenceTransformer(str(folder), device="cpu").encode(TEXTS), atol=1e-5)
 
 
-def test_a_new_length_replaces_every_older_one() -> None:
-    settings = {"max_seq_length": 9, "processing_kwargs": {"text": {"max_length": 6, "padding": True}}, "x": 1}
-    wanted = {"max_seq_length": 5, "processing_kwargs": {"text": {"padding": True}}, "x": 1}
-    assert with_length(settings, 5) == wanted
+def test_a_new_length_replaces_every_older_one(tmp_path: Path) -> None:
+    settings = {"max_seq_length": 9, "processing_kwargs": {"text": {"max_length": 6, "padding": True}}}
+    edit(tmp_path / "sentence_bert_config.json", **settings)
+    wanted = {"max_seq_length": 5, "processing_kwargs": {"text": {"padding": True}}}
+    assert settings_for(tmp_path, 5) == wanted
 
 
 def test_settings_under_an_older_name_count(embedder: Path, tmp_path: Path) -> None:
