@@ -255,8 +255,7 @@ def refuse_unused(folder: Path, names: Iterable[str], *, body: str | None = None
                 stored.update(opened.keys())
         if any(name.startswith(body) for name in stored):
             left = [name for name in left if name.startswith(body)]
-        else:
-            left = sorted(set(left) - _tensors_of(folder))
+        left = sorted(set(left) - _tensors_of(folder)) if left else []
     if left:
         raise DataError(
             f"{folder}: a model of its config.json does not have the tensors {', '.join(left[:4])} of its weights. "
