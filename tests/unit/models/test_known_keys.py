@@ -401,16 +401,10 @@ def test_the_record_and_one_log_line_say_what_counts(
 
 
 def test_a_translator_writes_the_language_that_is_asked_for(tmp_path: Path) -> None:
-    tokenizer = transformers.MBart50Tokenizer(src_lang="en_XX")
-    shape = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
-    config = transformers.MBartConfig(vocab_size=len(tokenizer), **shape, **heads, decoder_start_token_id=2)
-    folder = tmp_path / "mbart"
-    transformers.MBartForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    edit(folder / "generation_config.json", forced_bos_token_id=tokenizer.lang_code_to_id["ro_RO"])
+    folder = tiny.build_translator(tmp_path / "mbart")
+    tokenizer: Any = load.load_tokenizer(folder)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).train(False)
-    ids = load.load_tokenizer(folder)("de_DE fr_XX", return_tensors="pt")
+    ids = tokenizer("de_DE fr_XX", return_tensors="pt")
     for language in ("de_DE", "fr_XX"):
         written = model.generate(**ids, forced_bos_token_id=tokenizer.lang_code_to_id[language], max_new_tokens=4)
         wanted = tokenizer.decode(written[0, 1:], skip_special_tokens=True)
