@@ -4,7 +4,7 @@
     harmless    without effect on results
     refused     with an effect that is not computed; the values listed have none, like null
 
-A key that is in no list may change results, too, so a file that has one is refused by its name.
+A key that is in no list may change results, too, so a file that has one is refused by its name, unless it is null.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Keys:
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     "{key: the values without effect}"
     tokens: bool = False
-    "Whether keys that end in `_token` are computed: transformers makes each a special token."
+    "Whether keys like `image_token` are computed, each a special token; their ids (`image_token_id`) are not read."
 
     def __contains__(self, key: str) -> bool:
         known = {*self.computed.split(), *self.harmless.split(), *self.refused}
-        return key in known or (self.tokens and key.endswith("_token"))
+        return key in known or (self.tokens and key.endswith(("_token", "_token_id")))
 
 
 MODULE = Keys(computed="path type", harmless="idx name", refused={"kwargs": ([],)})
@@ -195,12 +195,14 @@ def check_keys(file: Path, values: Any, keys: Keys, at: str = "") -> None:
         raise DataError(f"{file}: {f'{at} is' if at else 'is'} not a JSON object")
     for key, value in values.items():
         name = f"{at}.{key}" if at else key
+        if value is None:
+            continue
         if key not in keys:
             raise DataError(
                 f"{file}: has the key {name!r}, which torchlake does not know: results may be different without it. "
                 "Delete the key if they are not."
             )
-        if key in keys.refused and value is not None and not _has(keys.refused[key], value):
+        if key in keys.refused and not _has(keys.refused[key], value):
             raise DataError(
                 f"{file}: {name} is {str(value)[:80]!r}, which torchlake does not compute: results would be different."
             )

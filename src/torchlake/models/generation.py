@@ -101,8 +101,10 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
     own = (folder / CONFIG).is_file()
     if own:
-        given = {key for key in atomic_io.read_json(folder / CONFIG) if key not in known_keys.SAMPLING}
-        check_keys(folder / CONFIG, dict.fromkeys(given), known_keys.GENERATION)
+        given = atomic_io.read_json(folder / CONFIG)
+        if isinstance(given, dict):
+            given = {key: value for key, value in given.items() if key not in known_keys.SAMPLING}
+        check_keys(folder / CONFIG, given, known_keys.GENERATION)
     origin: dict[str, Any] = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
         with quiet():
