@@ -31,6 +31,9 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MBart50Tokenizer,
+    MBartConfig,
+    MBartForConditionalGeneration,
     PreTrainedTokenizerFast,
     ResNetConfig,
     ResNetModel,
@@ -303,6 +306,21 @@ def build_encoder_decoder(folder: Path, *, kind: Literal["bart", "t5"] = "t5", s
             shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
             shape |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
             model = BartForConditionalGeneration(BartConfig(**shape, **ids, bos_token_id=0, decoder_start_token_id=2))
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_translator(folder: Path) -> Path:
+    """A multilingual translator of mBART's kind, into Romanian unless another language is forced."""
+    tokenizer = MBart50Tokenizer(src_lang="en_XX", model_max_length=64)
+    shape: dict[str, Any] = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 66}
+    shape |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MBartForConditionalGeneration(MBartConfig(vocab_size=len(tokenizer), **shape, decoder_start_token_id=2))
+    model.generation_config.forced_bos_token_id = tokenizer.lang_code_to_id["ro_RO"]
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

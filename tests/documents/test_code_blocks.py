@@ -110,6 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, 
     write_tables(tmp_path)
     tiny.build_vision(tmp_path / "vit-base")
     tiny.build_encoder_decoder(tmp_path / "t5-small")
+    tiny.build_translator(tmp_path / "mbart-large-50")
     task_cases.build_entailment(tmp_path / "nli-model")
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -7,7 +7,8 @@
     config_sentence_transformers.json   prompts, and the number of dimensions to keep
 
 This is the layout of sentence-transformers. `modules.json` names classes to import; here they are compared with a list,
-and nothing is imported. A folder without it has a plain encoder, whose vectors are the mean of the token states.
+and nothing is imported; nor is any key ignored (`known_keys.py`). A folder without it has a plain encoder, whose
+vectors are the mean of the token states.
 """
 
 import re
@@ -17,10 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
+from torchlake.config import known_keys
+from torchlake.config.known_keys import check_keys
 from torchlake.errors import DataError
 
 MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
-KIND = re.compile(r"sentence_transformers(?:\.\w+)*\.(Transformer|Pooling|Dense|Normalize)")
+OLD_SETTINGS = tuple(
+    f"sentence_{name}_config.json" for name in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"Earlier names of SETTINGS; sentence-transformers reads the first file that has a key."
+FILES = (MODULES, SETTINGS, *OLD_SETTINGS, PROMPTS)
+KIND = re.compile(r"sentence_transformers(?:\.\w+)*\.(Transformer|Pooling|Dense|Normalize|Dropout)")
 "Supported modules, by the import paths of old and new versions."
 POOLINGS = {
     "cls": "pooling_mode_cls_token",
@@ -30,15 +38,14 @@ POOLINGS = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-"Each pooling and its flag in old versions, in the order in which several are concatenated."
-POOLING_KEYS = {"word_embedding_dimension", "embedding_dimension", "include_prompt", "pooling_mode", *POOLINGS.values()}
+"Each pooling and its flag in old versions, in the order in which several flags are concatenated."
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
 "Functions after a Dense module, by their names in torch.nn."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A product after pooling: x (B, I) -> activation(x weight^T + bias) (B, O)."""
+    """A product after pooling: x (B, I) -> activation(x weight^T + bias) [+ x] (B, O)."""
 
     folder: str
     "Folder of its weights, relative to the model folder."
@@ -46,6 +53,8 @@ class Dense:
     outputs: int
     bias: bool
     activation: str
+    residual: bool = False
+    "Whether x is added; if O is not I, its product with weights of its own."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +62,7 @@ class Embedding:
     """How token states (L, H) become one vector."""
 
     poolings: tuple[str, ...] = ("mean",)
-    "The poolings; the vectors of several are concatenated."
+    "The poolings; the vectors of several are concatenated in this order."
     dense: tuple[Dense, ...] = ()
     dimensions: int
     "Numbers in a vector; fewer than the modules produce if it is truncated, which happens before normalization."
@@ -118,16 +127,42 @@ def write_layout(folder: Path, how: Embedding) -> None:
         (folder / str(module["path"])).mkdir(exist_ok=True)
 
 
+def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of the encoder, and the name of their file. Raises DataError for an unknown key."""
+    for name in (SETTINGS, *OLD_SETTINGS):
+        if settings := _read(folder / name):
+            check_keys(folder / name, settings, known_keys.TRANSFORMER)
+            return settings, name
+    return {}, SETTINGS
+
+
+def settings_for(folder: Path, longest: int) -> dict[str, Any]:
+    """Return the settings of the encoder for inputs of at most `longest` tokens."""
+    limits = ("max_length", "model_max_length")
+
+    def unlimited(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {key: unlimited(one) for key, one in value.items() if key not in limits}
+
+    return {**unlimited(read_settings(folder)[0]), "max_seq_length": longest}
+
+
 def _read_modules(folder: Path, width: int) -> Embedding:
     kinds, paths = [], []
     for module in atomic_io.read_json(folder / MODULES):
+        check_keys(folder / MODULES, module, known_keys.MODULE)
         known = KIND.fullmatch(str(module["type"]))
         if known is None:
             raise DataError(
-                f"{folder / MODULES}: has the module {str(module['type'])[:80]!r}, which torchlake does not support; "
-                "without it the vectors would differ. It supports Transformer, Pooling, Dense and Normalize of "
-                "sentence-transformers."
+                f"{folder / MODULES}: has the module {str(module['type'])[-80:]!r}, which torchlake does not support; "
+                "without it the vectors would differ. It supports Transformer, Pooling, Dense, Dropout and Normalize "
+                "of sentence-transformers."
             )
+        if known[1] == "Dropout":  # it computes nothing outside of training
+            file = atomic_io.safe_join(folder, str(module["path"])) / "config.json"
+            check_keys(file, _read(file), known_keys.DROPOUT)
+            continue
         kinds.append(known[1])
         paths.append(str(module["path"]))
     order = "".join(kind[0] for kind in kinds)
@@ -136,46 +171,72 @@ def _read_modules(folder: Path, width: int) -> Embedding:
             f"{folder / MODULES}: has the modules {', '.join(kinds)}; they have to be a Transformer in the folder "
             "itself, Pooling, any number of Dense, and Normalize last"
         )
-    poolings = _poolings(_read(atomic_io.safe_join(folder, paths[1]) / "config.json"), folder / paths[1])
+    settings, name = read_settings(folder)
+    prompts = _read(folder / PROMPTS)
+    check_keys(folder / PROMPTS, prompts, known_keys.PROMPTS)
+    place = atomic_io.safe_join(folder, paths[1]) / "config.json"
+    poolings = _poolings(_read(place), place)
     dense = tuple(_dense(folder, path) for kind, path in zip(kinds, paths, strict=True) if kind == "Dense")
     dimensions = width * len(poolings)
     for each in dense:
         if each.inputs != dimensions:
             raise DataError(f"{folder / each.folder}: expects {each.inputs} numbers, but gets {dimensions}")
         dimensions = each.outputs
-    settings, prompts = _read(folder / SETTINGS), _read(folder / PROMPTS)
-    longest = settings.get("max_seq_length")
+    if "Normalize" in kinds:
+        last = atomic_io.safe_join(folder, paths[-1]) / "config.json"
+        check_keys(last, _read(last), known_keys.NORMALIZE)
     return Embedding(
         poolings=poolings,
         dense=dense,
         dimensions=min(dimensions, int(prompts.get("truncate_dim") or dimensions)),
         normalize="Normalize" in kinds,
-        max_length=None if longest is None else int(longest),
+        max_length=_longest(settings, folder / name),
         lowercase=bool(settings.get("do_lower_case", False)),
         prompt=_prompt(prompts, folder),
     )
 
 
-def _poolings(config: Mapping[str, Any], place: Path) -> tuple[str, ...]:
-    modes = [name for name, flag in POOLINGS.items() if config.get(flag)]
-    named = config.get("pooling_mode")  # in new versions
-    if named is not None:
-        modes = [named] if isinstance(named, str) else list(named)
+def _longest(settings: Mapping[str, Any], file: Path) -> int | None:
+    """Return the maximum tokens of a row. Raises DataError for arguments of the model or tokenizer that change it."""
+    longest = settings.get("max_seq_length")
+    for name in ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs"):
+        arguments = settings.get(name) or {}
+        check_keys(file, arguments, known_keys.LOADING, name)
+        longest = arguments.get("model_max_length") or longest
+    modalities = settings.get("modality_config")
+    if modalities is not None:
+        check_keys(file, modalities, known_keys.MODALITIES, "modality_config")
+        check_keys(file, modalities["text"], known_keys.TEXT_MODALITY, "modality_config.text")
+    given = settings.get("processing_kwargs") or {}
+    check_keys(file, given, known_keys.PROCESSING, "processing_kwargs")
+    for kind in ("text", "common"):  # the later ones replace the earlier ones
+        arguments = given.get(kind) or {}
+        check_keys(file, arguments, known_keys.TEXT_ARGUMENTS, f"processing_kwargs.{kind}")
+        longest = arguments.get("max_length") or longest
+    return None if longest is None else int(longest)
+
+
+def _poolings(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
+    check_keys(file, config, known_keys.POOLING)
+    named = config.get("pooling_mode")  # in new versions, in any order
+    if named is None:
+        named = [name for name, flag in POOLINGS.items() if config.get(flag)] or (["mean"] if config else [])
+    modes = [named] if isinstance(named, str) else list(named)
     unknown = [name for name in modes if name not in POOLINGS]
-    unknown += [name for name, value in config.items() if name not in POOLING_KEYS and value]
     if unknown or not modes:
         raise DataError(
-            f"{place / 'config.json'}: pools token states by {', '.join([*modes, *unknown]) or 'nothing'}; torchlake "
-            f"supports {', '.join(POOLINGS)}"
+            f"{file}: pools token states by {', '.join(map(str, unknown)) or 'nothing'}; torchlake supports "
+            f"{', '.join(POOLINGS)}"
         )
     if config.get("include_prompt", True) is False:
-        raise DataError(f"{place / 'config.json'}: leaves the prompt out (include_prompt), which is not supported yet")
-    return tuple(name for name in POOLINGS if name in modes)
+        raise DataError(f"{file}: leaves the prompt out (include_prompt), which is not supported yet")
+    return tuple(modes)
 
 
 def _dense(folder: Path, path: str) -> Dense:
     place = atomic_io.safe_join(folder, path)
     config = _read(place / "config.json")
+    check_keys(place / "config.json", config, known_keys.DENSE)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = activation.rpartition(".")[2]
     if name not in ACTIVATIONS or not activation.startswith("torch.nn.modules."):
@@ -183,11 +244,6 @@ def _dense(folder: Path, path: str) -> Dense:
             f"{place / 'config.json'}: has the activation {activation[:80]!r}; torchlake supports "
             f"{', '.join(ACTIVATIONS)}"
         )
-    for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
-            raise DataError(
-                f"{place / 'config.json'}: {key} is {config[key]!r}; torchlake supports only 'sentence_embedding'"
-            )
     if not (place / "model.safetensors").is_file():
         raise DataError(f"{place}: has no weights in model.safetensors")
     return Dense(
@@ -196,6 +252,7 @@ def _dense(folder: Path, path: str) -> Dense:
         outputs=int(config["out_features"]),
         bias=bool(config.get("bias", True)),
         activation=name,
+        residual=bool(config.get("use_residual", False)),
     )
 
 
@@ -204,7 +261,10 @@ def _prompt(config: Mapping[str, Any], folder: Path) -> str:
     name = config.get("default_prompt_name")
     if name is None:
         return ""
-    prompt = (config.get("prompts") or {}).get(name)
+    prompts = config.get("prompts") or {}
+    prompt = prompts.get(name)
+    if prompt is None and name in prompts:
+        return ""
     if not isinstance(prompt, str):
         raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, but prompts has no prompt of that name")
     return prompt

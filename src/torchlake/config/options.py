@@ -101,6 +101,7 @@ class SamplingArguments(TypedDict, total=False):
     top_p: Annotated[
         float | None, _text("P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
     ]
+    language: Annotated[str | None, _text("NAME", "Language that a multilingual translator writes, such as de_DE.")]
     stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
 
 
@@ -142,6 +143,9 @@ class PredictOptions(JobArguments, SamplingArguments, total=False):
         _output("float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."),
     ]
     prefix: Annotated[str, _output("TEXT", "Prefix for the names of prediction columns.")]
+    max_length: Annotated[
+        int | None, _input("N", "Maximum tokens of a row; longer ones are truncated (default: the model's).", min=4)
+    ]
     batch_tokens: Annotated[int | None, _execution("N", "Maximum tokens of a batch, with padding.", min=1)]
     gpus_per_process: Annotated[
         int,

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, read_embedding, write_layout
+from torchlake.config.embedding import FILES, MODULES, Embedding, read_embedding, write_layout
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config, read_head
-from torchlake.models.folders import TOKENIZER_FILES
-from torchlake.models.safety import INDEX
+from torchlake.models.folders import INDEX, TOKENIZER_FILES
 from torchlake.models.tokenizer import max_length
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
@@ -43,7 +42,7 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
             f"{model}: is a {architecture}, whose head does not return embeddings. The format sentence-transformers is "
             "for encoders: a classifier can be exported as onnx or openvino."
         )
-    for pattern in ("config.json", "*.safetensors", INDEX, *TOKENIZER_FILES, MODULES, SETTINGS, PROMPTS):
+    for pattern in ("config.json", "*.safetensors", INDEX, *TOKENIZER_FILES, *FILES):
         for path in model.glob(pattern):
             shutil.copyfile(path, folder / path.name)
     if pooling is not None and not layout:

@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.config.embedding import FILES
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, FingerprintError, TorchlakeError
-from torchlake.models.safety import INDEX
 from torchlake.storage.versions import Version, version_of
 from torchlake.tables.sources.files import local_path
 
@@ -27,7 +26,10 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
 "The files that identify the folder of a run and of a tuning; a finished tuning has both."
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
+"The files of an image processor; the first that has one counts."
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
 TOKENIZER_FILES = (
@@ -41,9 +43,8 @@ TOKENIZER_FILES = (
     "*.model",
     CHAT_TEMPLATE,
 )
-# generation_config.json contains the end tokens.
 # The layout of sentence-transformers: numbered folders hold pooling and what follows it.
-EMBEDDING_FILES = (MODULES, SETTINGS, PROMPTS, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
+EMBEDDING_FILES = (*FILES, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
 DECIDING_FILES = (
     "config.json",
     "generation_config.json",
@@ -51,6 +52,7 @@ DECIDING_FILES = (
     "*.safetensors",
     INDEX,
     *TOKENIZER_FILES,
+    *IMAGE_FILES,
     *EMBEDDING_FILES,
 )
 
@@ -185,9 +187,32 @@ def check_hash(folder: str | Path, expected: str) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights, as transformers chooses them; empty if there are none.
+
+    The file that config.json names (transformers_weights), else model.safetensors, else the shards of the index; other
+    files, such as older shards, do not count. Raises DataError for an index without files.
+    """
+    config = folder / "config.json"
+    values = atomic_io.read_json(config) if config.is_file() else {}
+    named = values.get("transformers_weights") if isinstance(values, dict) else None
+    place = folder / str(named or WEIGHTS)
+    if named is None and not place.is_file():
+        place = folder / INDEX
+    if not place.is_file():
+        return []
+    if not place.name.endswith(".index.json"):
+        return [place]
+    index = atomic_io.read_json(place)
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise DataError(f"{place}: has no weight_map")
+    return [atomic_io.safe_join(folder, name) for name in sorted({str(shard) for shard in shards.values()})]
+
+
 def weight_bytes(folder: str | Path) -> int:
     """Return the bytes of the weights on disk."""
-    return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(model_folder(folder)))
 
 
 def tokenizer_hash(folder: str | Path) -> str:

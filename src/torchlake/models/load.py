@@ -12,7 +12,8 @@ manifest, it is verified first, which reads the weights once more.
 """
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from torchlake.config.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
-from torchlake.models.folders import model_folder
-from torchlake.models.safety import INDEX, check_folder
+from torchlake.models.folders import model_folder, weight_files
+from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer import (
+    MAX_LENGTH,
     TOKEN_TYPES,
     has_tokenizer,
     load_pair_tokenizer,
@@ -54,6 +56,7 @@ __all__ = [
     "max_length",
     "model_folder",
     "positions",
+    "refuse_unused",
     "save_model_folder",
     "uses_token_types",
     "whole_config",
@@ -81,6 +84,12 @@ OWN_LABELS = {"question_answering": ("start", "end")}
 "The outputs of heads whose number is not that of the classes in config.json."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
+BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|relative_position_index|version|embed_positions\.weights|causal_mask|"
+    r"rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$|(^|\.)pooler\."
+)
+"""Tensors that models do without: constants that they compute themselves, in files of older versions, and the pooler of
+an architecture whose head does not read it."""
 PROBLEM_TYPES: dict[Problem, Any] = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -112,7 +121,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             labels=(),
             text="text",
             label=None,
-            max_length=max_length(folder),
+            max_length=min(max_length(folder), MAX_LENGTH),  # of a block: prompts are not cut
         )
     if head.architecture.endswith("ForConditionalGeneration") and load_config(folder).is_encoder_decoder:
         return TaskSpec(
@@ -189,7 +198,7 @@ def load_model(
     `placement`, arguments of transformers, loads it over several devices instead.
 
     Raises UnsafeError like `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
-    encoder with an untrained head would predict at random), or if the head does not fit `spec`.
+    encoder with an untrained head would predict at random) or unused, or if the head does not fit `spec`.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -202,6 +211,7 @@ def load_model(
             f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned "
             f"{type(model).__name__}: its predictions would be random. Fine-tune it first (torchlake train)."
         )
+    refuse_unused(folder, info["unexpected_keys"])
     if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
             f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} has {len(spec.labels)} classes"
@@ -221,16 +231,48 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     check_folder(folder)
     if (folder / atomic_io.MANIFEST).exists():
         atomic_io.check_manifest(folder)
-    files = [folder / "model.safetensors"]
-    if (folder / INDEX).exists():
-        files = [folder / name for name in sorted(set(atomic_io.read_json(folder / INDEX)["weight_map"].values()))]
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in weight_files(folder):
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
     return tensors
+
+
+def refuse_unused(folder: Path, names: Iterable[str], *, body: str | None = None) -> None:
+    """Raise DataError if one of the tensors `names`, which a model did not load, belongs to it.
+
+    `body`, the prefix of the encoder's tensors: those of another head, or of a decoder, are replaced or left out.
+    """
+    left = sorted(name for name in names if BUFFERS.search(name) is None)
+    if left and body is not None:
+        from safetensors import safe_open
+
+        stored: set[str] = set()
+        for file in weight_files(folder):
+            with safe_open(file, framework="numpy") as opened:
+                stored.update(opened.keys())
+        if any(name.startswith(body) for name in stored):
+            left = [name for name in left if name.startswith(body)]
+        left = sorted(set(left) - _tensors_of(folder)) if left else []
+    if left:
+        raise DataError(
+            f"{folder}: a model of its config.json does not have the tensors {', '.join(left[:4])} of its weights. "
+            "Correct config.json (the number of layers, architectures), or remove the tensors."
+        )
+
+
+def _tensors_of(folder: Path) -> set[str]:
+    """Return the names of the tensors of the architecture in config.json."""
+    import torch
+    import transformers
+
+    known = getattr(transformers, read_head(folder).architecture, None)
+    if known is None:
+        return set()
+    with quiet(), torch.device("meta"):
+        return set(known(load_config(folder)).state_dict())
 
 
 def head_spec(folder: Path) -> TaskSpec | None:

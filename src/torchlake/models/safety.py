@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.errors import DataError, UnsafeError
+from torchlake.models.folders import INDEX, WEIGHTS, weight_files
 
 MAX_ENTRIES = 10_000
 MAX_DEPTH = 64
@@ -31,7 +32,6 @@ MAX_VOCABULARY_BYTES = 128 << 20
 MAX_HEADER_BYTES = 16 << 20
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 VOCABULARY_SUFFIXES = frozenset({".txt", ".model"})
-INDEX = "model.safetensors.index.json"
 
 # Formats whose usual loader is pickle. An OpenVINO `x.bin` beside its `x.xml` is raw numbers, and allowed.
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill"})
@@ -90,11 +90,15 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
             f"{folder / 'adapter_config.json'}: the folder holds an adapter, which refers to another model. "
             "Merge it into its base (merge_and_unload of peft) and save the result."
         )
-    if INDEX in values:
-        _check_index(folder, values[INDEX])
-    # An index wins over a single file in transformers, so it is checked first here, too.
-    elif weights and not (folder / "model.safetensors").is_file():
-        raise DataError(f"{folder}: has no weights (model.safetensors, or several with {INDEX})")
+    for name in values:
+        if name.endswith(".safetensors.index.json"):
+            _check_index(folder / name, values[name])
+    counted = weight_files(folder)
+    if weights and not counted:
+        raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
+    for file in counted:
+        if not file.is_file():
+            raise DataError(f"{file}: missing, but named in {INDEX}")
     if "config.json" in values:
         _check_model_type(folder / "config.json", values["config.json"])
     elif weights:
@@ -240,18 +244,14 @@ def _check_names(file: Path, where: tuple[str, ...], value: Any) -> None:
             )
 
 
-def _check_index(folder: Path, index: Any) -> None:
+def _check_index(file: Path, index: Any) -> None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not shards:
-        raise DataError(f"{folder / INDEX}: has no weight_map")
-    for name in sorted({str(shard) for shard in shards.values()}):
+    for name in sorted({str(shard) for shard in shards.values()} if isinstance(shards, dict) else ()):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UnsafeError(
-                f"{folder / INDEX}: refused by the rule 'no way out': the shard {name[:80]!r} is not the name of a "
-                "safetensors file in the folder"
+                f"{file}: refused by the rule 'no way out': the shard {name[:80]!r} is not the name of a safetensors "
+                "file in the folder"
             )
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: missing, but named in {INDEX}")
 
 
 def _check_model_type(file: Path, config: Any) -> None:

@@ -10,17 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchlake import atomic_io
+from torchlake.config import known_keys
+from torchlake.config.known_keys import check_keys
 from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
-from torchlake.models.tokenizer_file import TextTokenizer, read_tokenizer_file
+from torchlake.models.tokenizer_file import CONFIG, TextTokenizer, read_tokenizer_file
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 MAX_LENGTH = 512
+"The longest input in training by default, and of models that do not limit it."
+NO_LIMIT = 10**8
+"A tokenizer with a limit above this, such as 1e30, does not have one."
 TOKEN_TYPES = "token_type_ids"
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
@@ -33,7 +39,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     long as model and tokenizer agree. Raises DataError without a tokenizer or such a token.
     """
     folder = model_folder(folder)
-    check_folder(folder, weights=False)
+    _check_config(folder)
     if not has_tokenizer(folder):
         raise DataError(f"{folder}: has no tokenizer (tokenizer.json). Save the model's tokenizer there too.")
     from transformers import AutoTokenizer
@@ -82,12 +88,19 @@ def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokeni
     Raises the errors of `load_tokenizer`.
     """
     folder = model_folder(folder)
-    check_folder(folder, weights=False)
+    _check_config(folder)
     read = read_tokenizer_file(folder)
     if read is None:
         return load_tokenizer(folder)
     choices = [read.pad_token_id, read.eos_token_id]
     return replace(read, pad_token_id=_padding_token(folder, read.added_tokens, choices))
+
+
+def _check_config(folder: Path) -> None:
+    """Check the folder, and refuse an unknown key of the tokenizer."""
+    check_folder(folder, weights=False)
+    if (folder / CONFIG).is_file():
+        check_keys(folder / CONFIG, atomic_io.read_json(folder / CONFIG), known_keys.TOKENIZER)
 
 
 def _choose_padding(tokenizer: Any, folder: Path) -> None:
@@ -116,9 +129,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def max_length(folder: str | Path, requested: int | None = None) -> int:
-    """Return the maximum tokens of a row: `requested`, or the limit of model and tokenizer, at most 512.
+    """Return the maximum tokens of a row: `requested`, or the tokenizer's limit, at most the model's positions.
 
-    Raises DataError if more are requested than the model has positions.
+    Without either limit it is MAX_LENGTH. Raises DataError if more are requested than the model has positions.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -127,4 +140,5 @@ def max_length(folder: str | Path, requested: int | None = None) -> int:
         if limit is not None and requested > limit:
             raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
         return requested
-    return min(limit or MAX_LENGTH, load_text_tokenizer(folder).model_max_length, MAX_LENGTH)
+    named = load_text_tokenizer(folder).model_max_length
+    return min((int(one) for one in (limit, named) if one is not None and 0 < one < NO_LIMIT), default=MAX_LENGTH)

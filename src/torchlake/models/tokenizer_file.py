@@ -28,7 +28,7 @@ NO_LIMIT = int(1e30)
 MAX_VOCABULARY = 100_000
 "transformers patches the tokenizers of some larger vocabularies."
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-CHANGES_TEXT = ("add_bos_token", "add_eos_token", "split_special_tokens", "fix_mistral_regex", "gguf_file")
+CHANGES_TEXT = ("max_len", "add_bos_token", "add_eos_token", "split_special_tokens", "fix_mistral_regex", "gguf_file")
 "Options of tokenizer_config.json that change the tokens of the file."
 BERT_TOKENS = {
     "unk_token": "[UNK]",

@@ -32,6 +32,8 @@ class About:
     auto_class: str = "AutoModelForSequenceClassification"
     "transformers' Auto class; empty for a task's own module."
     hub_task: str = "text-classification"
+    generation: Mapping[str, Any] | None = None
+    "What generation_config.json says about a model that writes texts."
     write_weights: "Callable[[Path, Mapping[str, Any], Any], None] | None" = None
     "Writes the state dict and the configuration into a folder, in place of the two usual ways."
 
@@ -60,7 +62,7 @@ def save_model_folder(
             if about.write_weights is not None:
                 about.write_weights(temporary, untied_state(model_or_state), config)
             elif about.auto_class:
-                _save_pretrained(temporary, model_or_state, config)
+                _save_pretrained(temporary, model_or_state, config, about.generation)
             else:
                 _save_own(temporary, model_or_state, config)
             if tokenizer is not None:
@@ -97,16 +99,20 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save_pretrained(folder: Path, model_or_state: Any, config: Any) -> None:
+def _save_pretrained(
+    folder: Path, model_or_state: Any, config: Any, generation: Mapping[str, Any] | None = None
+) -> None:
     import torch
     import transformers
 
-    if not isinstance(model_or_state, Mapping):
-        model_or_state.save_pretrained(folder)
-        return
-    with torch.device("meta"):
-        model: Any = getattr(transformers, (config.architectures or [""])[0])(config)
-    model.save_pretrained(folder, state_dict=dict(model_or_state))
+    model, state = model_or_state, {}
+    if isinstance(model_or_state, Mapping):
+        with torch.device("meta"):
+            model = getattr(transformers, (config.architectures or [""])[0])(config)
+        state = {"state_dict": dict(model_or_state)}
+    if generation is not None:
+        model.generation_config = transformers.GenerationConfig(**generation)
+    model.save_pretrained(folder, **state)
 
 
 def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:

@@ -13,7 +13,7 @@ each further length in a batch costs one more call per layer.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import EMBEDS, load_weights
+from torchlake.models.load import EMBEDS, load_weights, refuse_unused
 
 if TYPE_CHECKING:
     import torch
@@ -192,8 +192,9 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     config = encoder_config(folder)
     assert config is not None, "refusal() accepts only these model types"
     body = f"{BODIES.get(config['model_type'], config['model_type'])}."
-    tensors = {_current_name(name).removeprefix(body): tensor for name, tensor in load_weights(folder).items()}
-    take = _TensorReader(folder, tensors)
+    stored = load_weights(folder)
+    names_of = {name: _current_name(name).removeprefix(body) for name in stored}
+    take = _TensorReader(folder, {names_of[name]: tensor for name, tensor in stored.items()})
     kind = config["model_type"]
     names = {"distilbert": DISTILBERT, "mpnet": MPNET}.get(kind, BERT)
     eps = 1e-12 if kind == "distilbert" else config["layer_norm_eps"]
@@ -206,7 +207,7 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     head: Any = (
         plugins.load("tasks", spec.task).load_vectors(folder) if embeds else _classifier(take, names, spec, config)
     )
-    return Encoder(
+    encoder = Encoder(
         words=take("embeddings.word_embeddings.weight"),
         positions=positions,
         second=second,
@@ -222,6 +223,10 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
         if kind == "mpnet"
         else None,
     )
+    refuse_unused(
+        folder, (name for name, as_ in names_of.items() if as_ not in take.read), body=body if embeds else None
+    )
+    return encoder
 
 
 def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
@@ -294,8 +299,11 @@ class _TensorReader:
 
     folder: Path
     tensors: "dict[str, torch.Tensor]"
+    read: set[str] = field(default_factory=set)
+    "The names that were read."
 
     def __call__(self, name: str) -> "torch.Tensor":
+        self.read.add(name)
         if name not in self.tensors:
             raise DataError(
                 f"{self.folder}: the weights lack {name}. This is not a fine-tuned model of its type: its answers "

@@ -14,7 +14,7 @@ Cost of stop strings: the text of every row is decoded again at each step, some 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,35 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from torchlake.models.config import decoder_start
-from torchlake.models.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
+from torchlake.models.generation import (
+    END,
+    NON_FINITE,
+    NOTHING,
+    GenerationOptions,
+    decoded,
+    language_token,
+    settings_of,
+    stop_place,
+)
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import Forward
 
 
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device."""
-    tokenizer = load_tokenizer(folder)
-    ends, reads_apart = _ends(model, tokenizer), bool(model.config.is_encoder_decoder)
-    # Ignore the folder's generation_config.json (sampling, penalties): no job file shows those settings.
+    tokenizer, own = load_tokenizer(folder), settings_of(folder)
+    reads_apart = bool(model.config.is_encoder_decoder)
+    if reads_apart and "decoder_start_token_id" not in own:
+        own["decoder_start_token_id"] = own["bos_token_id"] if "bos_token_id" in own else decoder_start(model.config)
+    if options.language is not None:
+        own["forced_bos_token_id"] = language_token(folder, options.language)
+    ends = own["eos_token_id"] = _ends(own, tokenizer)
+    # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=False,
-        eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        decoder_start_token_id=decoder_start(model.config) if reads_apart else None,
+        **{"bos_token_id": tokenizer.bos_token_id, **own, "pad_token_id": tokenizer.pad_token_id},
     )
 
     def generate(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -60,6 +71,8 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
                 stopping_criteria=[stopping] if options.stop else [],
             )
         written = out[:, before:].cpu().numpy()
+        if own.get("forced_eos_token_id") is not None and written.shape[1] == options.max_new_tokens:
+            written = written[:, :-1]  # without the end that is forced on rows that reach the limit
         answers = _answers(written, ends, stopping.lengths, options.max_new_tokens)
         answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
         return answers
@@ -134,11 +147,10 @@ class _Stopping(StoppingCriteria):
         return torch.from_numpy(self.over.copy()).to(input_ids.device)
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Return the end tokens: the model's (chat models have several) and the tokenizer's."""
-    named = model.generation_config.eos_token_id
-    several = named if isinstance(named, list) else [] if named is None else [named]
-    return sorted({*several, tokenizer.eos_token_id})
+def _ends(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
 
 
 def _answers(written: np.ndarray, ends: Sequence[int], stopped: np.ndarray, width: int) -> np.ndarray:

@@ -157,6 +157,7 @@ def load(
     runtime: Runtime | None = None,
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
+    max_length: int | None = None,
     batch_tokens: int | None = None,
     **generation: Unpack[GenerationArguments],
 ) -> Model:
@@ -171,7 +172,8 @@ def load(
     with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
-    check_options({"null": null, "batch_tokens": batch_tokens, "all_probabilities": all_probabilities})
+    given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
+    check_options({**given, "all_probabilities": all_probabilities})
     settings, _, _ = scoring_settings(
         model,
         runtime,
@@ -180,8 +182,7 @@ def load(
         task=task,
         task_options=task_options,
         all_probabilities=all_probabilities,
-        null=null,
-        batch_tokens=batch_tokens,
+        **given,
     )
     return Model(with_export(settings, Local()))
 

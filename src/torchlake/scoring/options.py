@@ -20,8 +20,8 @@ from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
-from torchlake.models.config import load_config, tensor_parallel_refusal
-from torchlake.models.generation import GenerationOptions, generation_options
+from torchlake.models.config import load_config, positions, tensor_parallel_refusal
+from torchlake.models.generation import GenerationOptions, check_settings, generation_options
 from torchlake.models.load import EMBEDS, load_spec
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.rows import (
@@ -86,6 +86,7 @@ def scoring_settings(
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     known = known_spec(folder, task, settings.pop("task_options", None))
     spec = with_columns(known, text=text, text_pair=text_pair, inputs=inputs)
+    spec = _with_length(folder, spec, settings.get("max_length"))
     devices = settings.get("gpus_per_process", 1)
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
@@ -139,6 +140,18 @@ def known_spec(folder: Path, task: Any, task_options: Mapping[str, Any] | None =
         )
     known = plugins.load("tasks", spec.task)
     return replace(spec, options=known.checked_options({**spec.options, **(task_options or {})}, UsageError))
+
+
+def _with_length(folder: Path, spec: TaskSpec, longest: int | None) -> TaskSpec:
+    """Return the task for rows of at most `longest` tokens. Raises UsageError if the model does not read such rows."""
+    if longest is None:
+        return spec
+    if not spec.max_length or plugins.load("tasks", spec.task).inputs.get("text") == PROMPT:
+        raise UsageError(f"max_length={longest}: {spec.task} does not truncate its input.")
+    limit = positions(folder)
+    if limit is not None and longest > limit:
+        raise UsageError(f"max_length={longest}: {folder} has positions for {limit} tokens only.")
+    return replace(spec, max_length=longest)
 
 
 def with_columns(
@@ -221,6 +234,7 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
         return
     if all_probabilities:
         raise UsageError("all_probabilities: a text generation model has no classes.")
+    check_settings(folder, options)
     left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(
@@ -289,8 +303,14 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         **({} if not settings.ranges else {"ranges": [list(each) for each in settings.ranges]}),
         "null": settings.null,
         "batch_tokens": settings.batch_tokens,
-        **({} if settings.generation is None else {"generation": asdict(settings.generation)}),
+        **({} if settings.max_length is None else {"max_length": settings.max_length}),
+        **({} if settings.generation is None else {"generation": _generation(settings.generation)}),
     }
+
+
+def _generation(options: GenerationOptions) -> dict[str, Any]:
+    """Return the options; without a language they are those of versions that did not have it."""
+    return {name: value for name, value in asdict(options).items() if name != "language" or value is not None}
 
 
 def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import Finished, shown_outcome, table_job
+from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import gpus
@@ -145,9 +146,10 @@ def predict(
     `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
-    a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
-    whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
-    alone, and become error rows the second time.
+    a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).
+    `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose tokenizing,
+    forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and become
+    error rows the second time.
 
     Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
     an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to existing rows:
@@ -170,9 +172,9 @@ def predict(
     Text generation: `max_new_tokens` limits each answer (default: 64). By default the most likely token is taken; with
     a `temperature` above 0 tokens are sampled, from the `top_k` most likely ones, or from the most likely ones with
     total probability `top_p`. Sampling depends on `seed` and the row's text, so equal rows get equal answers on every
-    retry. Strings in `stop` end an answer. A column of conversations (lists of structs with `role` and `content`) goes
-    through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
-    prompts and the longest possible answers.
+    retry. Strings in `stop` end an answer. A multilingual translator writes `language` (default: that of its folder).
+    A column of conversations (lists of structs with `role` and `content`) goes through the tokenizer's chat template;
+    with `chat`, so does a column of JSON strings. `batch_tokens` then counts prompts and the longest possible answers.
 
     `gpus_per_process` above 1 is for a model larger than one GPU: this number of GPUs in each process share it, by
     tensor parallelism if transformers has a plan for the model, else layer by layer. Without GPUs, this number of ranks
@@ -262,6 +264,8 @@ class Scoring:
     def provenance(self, out: Transaction, made: Sequence[ScoredChunk], seconds: float) -> dict[str, Any]:
         tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
         could = sum(chunk.rows for chunk in made)
+        writes = self.settings.generation is not None
+        own = {"generation_config": settings_of(Path(self.settings.model))} if writes else {}
         ran = ", ".join(sorted({chunk.runtime for chunk in made} - {""}))
         return {
             "model": self.settings.model,
@@ -271,6 +275,7 @@ class Scoring:
             "batch_tokens": self.settings.batch_tokens,
             "threads": self.choice.threads,
             "gpus_per_process": self.settings.gpus_per_process,
+            **own,
             **self.environment,
             "rows_scored": sum(chunk.rows for chunk in out.pending),
             "seconds": round(seconds, 3),

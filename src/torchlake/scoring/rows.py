@@ -72,6 +72,8 @@ class ScoringSettings:
     "Time limit of a forward pass, and of tokenizing one row; see `poison_rows.py`."
     batch_tokens: int | None = None
     "Maximum padded tokens of a batch; None: the default for the device."
+    max_length: int | None = None
+    "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
     gpus_per_process: int = 1
@@ -84,7 +86,10 @@ class ScoringSettings:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
         inputs, options = dict(self.inputs), dict(self.task_options)
-        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=inputs, options=options)
+        longest = self.max_length or trained.max_length
+        return replace(
+            trained, text=self.text, text_pair=self.text_pair, inputs=inputs, options=options, max_length=longest
+        )
 
     @property
     def column_options(self) -> ColumnOptions:

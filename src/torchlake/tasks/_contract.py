@@ -118,8 +118,10 @@ class BaseTask:
         return None if folder is None else load.load_tokenizer(folder)
 
     def max_length(self, base: Path | None, requested: int | None) -> int:
-        """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
-        return load.max_length(base, requested) if base is not None else requested or MAX_LENGTH
+        """Return the maximum tokens of a row in training, if `requested` is the job's `model.max_length`."""
+        if base is None or requested is not None:
+            return load.max_length(base, requested) if base is not None else requested or MAX_LENGTH
+        return min(load.max_length(base), MAX_LENGTH)
 
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from torchlake.config.embedding import Dense, Embedding, read_embedding
@@ -56,7 +58,7 @@ class Vectors(nn.Module):
     def __init__(self, how: Embedding, folder: Path) -> None:
         super().__init__()
         self.how = how
-        self.dense = nn.Sequential(*(_load_dense(each, folder) for each in how.dense))
+        self.dense = nn.Sequential(*(DenseLayer(each, folder) for each in how.dense))
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         vectors = self.dense(pooled.float())[:, : self.how.dimensions]
@@ -87,20 +89,27 @@ def _pooled(name: str, states: torch.Tensor, real: torch.Tensor) -> torch.Tensor
     return total / (count.sqrt() if name == "mean_sqrt_len_tokens" else count).clamp(min=1e-9)
 
 
-def _load_dense(dense: Dense, folder: Path) -> nn.Module:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+class DenseLayer(nn.Module):
+    """A Dense module with its weights: x (B, I) -> (B, O); its tensors have the names in their file."""
 
-    file = folder / dense.folder / "model.safetensors"
-    try:
-        tensors = load_file(file)
-        linear = nn.Linear(dense.inputs, dense.outputs, bias=dense.bias)
-        linear.load_state_dict({name.removeprefix("linear."): tensor.float() for name, tensor in tensors.items()})
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise DataError(
-            f"{file}: does not hold the weights of this Dense module: {str(error).splitlines()[0]}"
-        ) from error
-    return nn.Sequential(linear, getattr(nn, dense.activation)())
+    def __init__(self, dense: Dense, folder: Path) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dense.inputs, dense.outputs, bias=dense.bias)
+        self.activation = getattr(nn, dense.activation)()
+        self.residual: nn.Module | None = None
+        if dense.residual:
+            same = dense.inputs == dense.outputs
+            self.residual = nn.Identity() if same else nn.Linear(dense.inputs, dense.outputs, bias=False)
+        file = folder / dense.folder / "model.safetensors"
+        try:
+            self.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()})
+        except (SafetensorError, OSError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise DataError(f"{file}: does not hold the weights of this Dense module: {said}") from error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.activation(self.linear(x))
+        return out if self.residual is None else out + self.residual(x)
 
 
 def load_vectors(folder: Path) -> Vectors:

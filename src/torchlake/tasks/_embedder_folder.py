@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, write_layout
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, settings_for, write_layout
 from torchlake.tasks._pretrained import encoder_class
 
 if TYPE_CHECKING:
@@ -49,13 +49,10 @@ def write_folder(
         if module["path"] and (base / module["path"] / "config.json").is_file():
             shutil.copyfile(base / module["path"] / "config.json", place / "config.json")
         if str(module["type"]).endswith("Dense"):
-            prefix = f"{DENSE}{next(dense)}.0."
-            mine = {
-                f"linear.{name.removeprefix(prefix)}": each for name, each in state.items() if name.startswith(prefix)
-            }
+            prefix = f"{DENSE}{next(dense)}."
+            mine = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
             save(mine, place / WEIGHTS)
     for name in (MODULES, PROMPTS):
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
-    settings = atomic_io.read_json(base / SETTINGS) if (base / SETTINGS).is_file() else {}
-    atomic_io.write_json(folder / SETTINGS, {**settings, "max_seq_length": max_length}, site="model.settings")
+    atomic_io.write_json(folder / SETTINGS, settings_for(base, max_length), site="model.settings")

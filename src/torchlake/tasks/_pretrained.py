@@ -19,6 +19,7 @@ from torchlake.models.load import (
     head_spec,
     load_model,
     load_weights,
+    refuse_unused,
     whole_config,
 )
 from torchlake.models.safety import check_folder
@@ -75,6 +76,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+    refuse_unused(folder, info["unexpected_keys"], body=body)
     head = _head(model)
     kept = None if trained is None or lacking or len(head) != 1 else _rows_kept(trained, spec)
     if kept is None:
@@ -109,9 +111,6 @@ def language_model(base: str | Path, auto_class: str, *, empty: bool) -> "PreTra
         return _empty_model(whole_config(folder, auto_class), auto_class)
     model = load_model(folder, auto_class=auto_class)
     model.config.architectures = [type(model).__name__]
-    # Chat models have several end tokens, often missing in config.json, the file that training passes on.
-    if model.generation_config is not None and model.generation_config.eos_token_id is not None:
-        model.config.eos_token_id = model.generation_config.eos_token_id
     return model
 
 
@@ -243,9 +242,11 @@ def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
     model_class = encoder_class(config)
     if weights:
         model, info = from_pretrained(folder, model_class.__name__, config=config)
-        torn = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+        lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+        torn = sorted(key for key in lacking if not key.startswith("pooler."))
         if torn:
             raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+        refuse_unused(folder, info["unexpected_keys"], body=f"{model.base_model_prefix}.")
         return model
     with quiet():
         made: torch.nn.Module = model_class._from_config(config, dtype=torch.float32)

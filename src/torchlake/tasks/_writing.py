@@ -1,6 +1,7 @@
 """What the tasks that write texts share: the loss of each next token, and the columns of written texts."""
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models.generation import END, NOTHING, decoded, stop_place
+from torchlake.models import write
+from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
 
 if TYPE_CHECKING:
@@ -24,6 +26,18 @@ class WritingTask(BaseTask):
     measures_outputs = False
     # Training does not use the key-value cache; it would only hold memory.
     forward_options = {"use_cache": False}
+
+    def save_model(
+        self, folder: Path, model_or_state: Any, config: Any, processor: Any, spec: TaskSpec, **card: Any
+    ) -> None:
+        """Write a model folder, with the settings of the base's generation_config.json; its texts end as in training,
+        too."""
+        own = settings_of(Path(processor.name_or_path))
+        named = own.get("eos_token_id", [])
+        ends = {*(named if isinstance(named, list) else [named]), processor.eos_token_id}
+        own["eos_token_id"] = sorted(ends) if len(ends) > 1 else processor.eos_token_id
+        about = write.About(auto_class=self.auto_class, hub_task=self.hub_task, generation=own)
+        write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import atomic_io
-from torchlake.config.embedding import Embedding, read_embedding
+from torchlake.config.embedding import MODULES, Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features, to_arrow
@@ -46,6 +46,11 @@ class TextReader:
     """A tokenizer, and the preparation of text for it."""
 
     def __init__(self, tokenizer: Any, how: Embedding, folder: Path) -> None:
+        if how.lowercase:
+            from tokenizers.normalizers import Lowercase, Sequence
+
+            backend = tokenizer.backend_tokenizer
+            backend.normalizer = Sequence([Lowercase(), *([] if backend.normalizer is None else [backend.normalizer])])
         self.tokenizer = tokenizer
         self.how = how
         self.folder = folder
@@ -62,8 +67,7 @@ class TextReader:
 
     def prepare(self, text: str) -> str:
         """Return the text that is tokenized."""
-        text = self.how.prompt + text
-        return text.lower() if self.how.lowercase else text
+        return self.how.prompt + text
 
 
 class FeatureExtraction(Task):
@@ -98,7 +102,9 @@ class FeatureExtraction(Task):
     def max_length(self, base: Path | None, requested: int | None) -> int:
         """Return the maximum tokens of a row: those of the base model, unless `requested`."""
         assert base is not None, "it needs a base"
-        return load.load_spec(base, self.name).max_length if requested is None else load.max_length(base, requested)
+        if requested is not None or not (base / MODULES).is_file():
+            return super().max_length(base, requested)
+        return load.load_spec(base, self.name).max_length
 
     def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return the job's spec with the dimensions of the vectors. Raises ConfigError for a job without pairs."""

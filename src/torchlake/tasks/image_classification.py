@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from torchlake import atomic_io
+from torchlake.config import known_keys
+from torchlake.config.known_keys import check_keys
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Array, Features
 from torchlake.errors import ConfigError, DataError, RowErrors
 from torchlake.models import load
 from torchlake.models.config import in_words
+from torchlake.models.folders import IMAGE_FILES
 from torchlake.models.write import quiet
 from torchlake.tasks import ANY, Inputs, Ragged, Task, _images
 
@@ -65,6 +69,7 @@ class ImageClassification(Task):
         load.check_folder(folder, weights=False)
         if not (folder / CONFIG).is_file():
             raise DataError(f"{folder}: has no image processor ({CONFIG}). Save the model's there too.")
+        _check_config(folder)
         _images._pillow()
         try:
             with quiet():
@@ -142,6 +147,17 @@ class ImageClassification(Task):
         from torchlake.tasks import _batch_norm
 
         _batch_norm.counts = rows > 0
+
+
+def _check_config(folder: Path) -> None:
+    """Refuse an unknown key of the image processor; that in processor_config.json comes first in transformers."""
+    for name, keys in zip(IMAGE_FILES, (known_keys.PROCESSOR, known_keys.IMAGES), strict=True):
+        if (folder / name).is_file():
+            values = atomic_io.read_json(folder / name)
+            check_keys(folder / name, values, keys)
+            if name != CONFIG and (own := values.get("image_processor")) is not None:
+                check_keys(folder / name, own, known_keys.IMAGES, "image_processor")
+                return
 
 
 def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Any) -> Features:

@@ -55,6 +55,8 @@ OPTIONS = {
             "--on-bad-file",
             "--set",
             "--max-new-tokens",
+            "--max-length",
+            "--language",
             "--temperature",
             "--top-k",
             "--top-p",

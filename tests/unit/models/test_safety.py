@@ -294,6 +294,8 @@ def test_shards_are_names_in_the_folder(folder: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/model.safetensors"}}))
     assert isinstance(refused(folder), UnsafeError)
     index.write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
+    load.check_folder(folder)  # transformers does not read an index beside model.safetensors
+    (folder / "model.safetensors").unlink()
     assert "missing.safetensors" in str(refused(folder))
 
 
