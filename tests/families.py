@@ -58,6 +58,10 @@ OWN: dict[str, dict[str, Any]] = {
     "t5gemma": {"encoder": dict(NESTED), "decoder": dict(NESTED)},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 }
+IMAGE_NAMES_OF = {4: "patch_size", 32: "image_size"}
+IMAGE_OWN: dict[str, dict[str, Any]] = {}
+NOT_TINY: dict[tuple[str, str], str] = {}
+"Architectures that the suite cannot build, by task, and why."
 IMAGES = "its rows have images or places on a page beside their text"
 EXCLUDED: dict[str, str] = {
     **dict.fromkeys(("gemma3", "layoutlmv2", "layoutlmv3", "lilt", "markuplm", "modernvbert", "qwen3_5"), IMAGES),
@@ -95,6 +99,14 @@ def config_of(name: str, **special: Any) -> Any:
     if "layer_types" in fields:
         sizes.setdefault("layer_types", None)  # the default is as long as the usual number of layers
     return kind(**{key: size for key, size in sizes.items() if size is not None or key == "layer_types"}, **special)
+
+
+def image_config_of(name: str) -> Any:
+    """The configuration of a family that reads images, at a tiny size."""
+    kind: Any = transformers.CONFIG_MAPPING[name]
+    fields = kind().to_dict()
+    sizes = {**SIZES, **{name: size for size, names in IMAGE_NAMES_OF.items() for name in names.split()}}
+    return kind(**{key: size for key, size in sizes.items() if key in fields}, **IMAGE_OWN.get(name, {}))
 
 
 def build(folder: Path, name: str, *, kind: Literal["classifier", "writer"], dropout: bool = True) -> Path:

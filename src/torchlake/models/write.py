@@ -15,7 +15,7 @@ import yaml
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
-from torchlake.models.config import OWN_MODEL_TYPE
+from torchlake.models.config import OWN_MODEL_TYPE, pad_id
 from torchlake.outputs.staging.folders import exchange
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def save_model_folder(
     `beside` is copied into it under its name. A module that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
+    if about.auto_class.endswith("ForSequenceClassification") and config is not None:
+        _name_padding(config, tokenizer)
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
             if about.write_weights is not None:
@@ -95,6 +97,15 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         raise atomic_io.storage_error(error, folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _name_padding(config: "PretrainedConfig", tokenizer: Any) -> None:
+    """Let a tokenizer pad with the token that a classifier's head skips, also in transformers."""
+    token = pad_id(config)
+    if token is None:
+        config.get_text_config().pad_token_id = config.pad_token_id = None
+    elif token in getattr(tokenizer, "added_tokens_decoder", ()):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
 
 
 def _save_pretrained(folder: Path, model_or_state: Any, config: Any) -> None:
