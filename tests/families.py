@@ -38,7 +38,7 @@ GATED = {"layer_types": ["linear_attention", "full_attention"]} | {
     for name, size in {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}.items()
 }
 NESTED = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")}
-NESTED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130, "vocab_size": 260}
+NESTED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130, "vocab_size": 400}
 LATENT_FAMILIES = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "mistral4", "minicpm3")
 # What a family needs beside `SIZES`; None takes a size away.
 OWN: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     "t5gemma": {"encoder": dict(NESTED), "decoder": dict(NESTED)},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 }
-IMAGE_NAMES_OF = {4: "patch_size", 32: "image_size"}
+IMAGE_SIZES = {"patch_size": 4, "image_size": 32}
 IMAGE_OWN: dict[str, dict[str, Any]] = {}
 NOT_TINY: dict[tuple[str, str], str] = {}
 "Architectures that the suite cannot build, by task, and why."
@@ -102,11 +102,34 @@ def config_of(name: str, **special: Any) -> Any:
 
 
 def image_config_of(name: str) -> Any:
-    """The configuration of a family that reads images, at a tiny size."""
+    """The configuration of a family that reads images, at a small size."""
     kind: Any = transformers.CONFIG_MAPPING[name]
-    fields = kind().to_dict()
-    sizes = {**SIZES, **{name: size for size, names in IMAGE_NAMES_OF.items() for name in names.split()}}
-    return kind(**{key: size for key, size in sizes.items() if key in fields}, **IMAGE_OWN.get(name, {}))
+    return kind(**{**_sizes(kind(), SIZES | IMAGE_SIZES), **IMAGE_OWN.get(name, {})})
+
+
+def composite_config_of(name: str, **special: Any) -> Any:
+    """The configuration of a family with several parts, such as one for text and one for images, at a small size."""
+    kind: Any = transformers.CONFIG_MAPPING[name]
+    config = kind(**{**_sizes(kind(), SIZES | IMAGE_SIZES), **OWN.get(name, {})})
+    for key, value in special.items():
+        setattr(config.get_text_config(), key, value)
+        if key != "vocab_size":
+            setattr(config, key, value)
+    return config
+
+
+def _sizes(config: Any, known: dict[str, int]) -> dict[str, Any]:
+    """The sizes that a configuration and its parts have as single numbers."""
+    fields = config.to_dict()
+    sizes: dict[str, Any] = {key: size for key, size in known.items() if isinstance(fields.get(key), int)}
+    sizes |= {"image_size": [known["image_size"]] * 2} if isinstance(fields.get("image_size"), list) else {}
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if hasattr(part, "sub_configs"):
+            sizes[key] = {"model_type": part.model_type, **_sizes(part, known)}
+            if "layer_types" in part.to_dict():
+                sizes[key]["layer_types"] = None
+    return sizes
 
 
 def build(folder: Path, name: str, *, kind: Literal["classifier", "writer"], dropout: bool = True) -> Path:
