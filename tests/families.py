@@ -39,11 +39,31 @@ GATED = {"layer_types": ["linear_attention", "full_attention"]} | {
 }
 NESTED = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")}
 NESTED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130, "vocab_size": 400}
-LATENT_FAMILIES = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "mistral4", "minicpm3")
+LATENT_FAMILIES = (
+    *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3"),
+    *("mistral4", "youtu"),
+)
+GATED_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 # What a family needs beside `SIZES`; None takes a size away.
 OWN: dict[str, dict[str, Any]] = {
     **{name: {**LATENT, "head_dim": None} for name in LATENT_FAMILIES},
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), GATED),
+    **dict.fromkeys(GATED_FAMILIES, GATED),
+    **{name: {"num_hidden_layers": 4} for name in ("lfm3", "qwen4_exp_text", "recurrent_gemma")},
+    "bamba": {**HYBRID, "attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 8},
+    "granitemoehybrid": {**HYBRID, "layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "luke": {"entity_vocab_size": 16},
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "attention_head_size": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    "gemma3n_text": {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    **{key: {"image_size": 224, "patch_size": None} for key in ("donut-swin", "swin", "levit", "mobilevitv2")},
+    "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "perceiver": {"d_model": 32, "num_latents": 4, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 1}
+    | {"qk_channels": 32, "v_channels": 32, "num_cross_attention_heads": 1},
     "distilbert": {"intermediate_size": None},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None},
@@ -59,9 +79,21 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 }
 IMAGE_SIZES = {"patch_size": 4, "image_size": 32}
-IMAGE_OWN: dict[str, dict[str, Any]] = {}
-NOT_TINY: dict[tuple[str, str], str] = {}
-"Architectures that the suite cannot build, by task, and why."
+LIBRARY = "it needs the library {}, which torchlake does not use"
+NO_CONFIG = "the suite has no small configuration of it"
+NOT_TINY: dict[str, str] = {
+    "canine": "it has no fast tokenizer",
+    "cohere_compass_text": "transformers cannot build it from its own configuration",
+    "dinat": LIBRARY.format("natten"),
+    "layoutlmv2": LIBRARY.format("detectron2"),
+    **dict.fromkeys(("gemma3n", "timm_wrapper"), LIBRARY.format("timm")),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes music"),
+    **dict.fromkeys(("nemo_speechlm", "vibevoice_asr"), "it reads sounds"),
+    **dict.fromkeys(("bailing_hybrid", "blt", "dbrx", "dots3_note", "dots3_note_text", "gemma4_assistant"), NO_CONFIG),
+    **dict.fromkeys(("gemma4_unified_assistant", "kimi_linear", "lilt", "longcat_flash", "t5gemma2"), NO_CONFIG),
+    **dict.fromkeys(("xlstm", "zamba", "zaya"), NO_CONFIG),
+}
+"Families that the suite cannot build, and why."
 IMAGES = "its rows have images or places on a page beside their text"
 EXCLUDED: dict[str, str] = {
     **dict.fromkeys(("gemma3", "layoutlmv2", "layoutlmv3", "lilt", "markuplm", "modernvbert", "qwen3_5"), IMAGES),
@@ -104,7 +136,8 @@ def config_of(name: str, **special: Any) -> Any:
 def image_config_of(name: str) -> Any:
     """The configuration of a family that reads images, at a small size."""
     kind: Any = transformers.CONFIG_MAPPING[name]
-    return kind(**{**_sizes(kind(), SIZES | IMAGE_SIZES), **IMAGE_OWN.get(name, {})})
+    sizes = {**_sizes(kind(), SIZES | IMAGE_SIZES), **OWN.get(name, {})}
+    return kind(**{key: size for key, size in sizes.items() if size is not None})
 
 
 def composite_config_of(name: str, **special: Any) -> Any:
@@ -129,6 +162,7 @@ def _sizes(config: Any, known: dict[str, int]) -> dict[str, Any]:
             sizes[key] = {"model_type": part.model_type, **_sizes(part, known)}
             if "layer_types" in part.to_dict():
                 sizes[key]["layer_types"] = None
+            sizes[key] |= OWN.get(part.model_type, {})
     return sizes
 
 

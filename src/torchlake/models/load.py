@@ -151,10 +151,9 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
     known, asked = tasks_of(head), task if task in HEADS else None
     possible = known or [name for name in HEADS if head.model_type in architectures_of(name)]
     if asked is not None and asked not in possible:
-        has = (
-            f"the architecture {head.architecture}, for {known[0]}, not" if known else "a model of a type with no head"
-        )
-        raise DataError(f"{folder / 'config.json'} has {has} for {asked}")
+        if known:
+            raise DataError(f"{folder}: its architecture {head.architecture} is for {known[0]}, not for {asked}")
+        raise DataError(f"{folder}: transformers has no model of the type {head.model_type!r} for {asked}")
     chosen = asked or next(iter(known), None)
     if chosen is None and head.architecture:
         raise DataError(
@@ -224,7 +223,8 @@ def load_model(
         )
     if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
-            f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} has {len(spec.labels)} classes"
+            f"{folder}: the head has {model.config.num_labels} outputs, but "
+            f"{TASK_FILE if (folder / TASK_FILE).exists() else 'config.json'} has {len(spec.labels)} classes"
         )
     model.train(False)
     return model

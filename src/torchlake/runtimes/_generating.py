@@ -23,11 +23,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchlake.models.config import decoder_start
+from torchlake.errors import DataError, ran_out_of_memory
+from torchlake.models.config import decoder_start, in_words
 from torchlake.models.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import Forward
-
 
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 "Relative to the largest logit: above rounding, below the effect of other positions."
@@ -87,10 +87,20 @@ def _reads_padding(model: Any, config: GenerationConfig) -> bool:
 
     long, short = ([number * 7 % size for number in range(1, length + 1)] for length in (11, 5))
     padding = len(long) - len(short)
+    masks = [[1] * len(long), [0] * padding + [1] * len(short)]
     with torch.inference_mode():
-        alone = logits([short], [[1] * len(short)])[0]
-        masks = [[1] * len(long), [0] * padding + [1] * len(short)]
-        beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
+        try:
+            alone = logits([short], [[1] * len(short)])[0]
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            if ran_out_of_memory(error):
+                raise
+            raise DataError(
+                f"a model of type {model.config.model_type!r} cannot generate: {in_words(error)}"
+            ) from error
+        try:
+            beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
+        except (ValueError, IndexError):  # it computes prompts without padding only
+            return True
     return not bool((alone - beside).abs().max() <= AGREEMENT[model.dtype] * max(1.0, float(alone.abs().max())))
 
 
