@@ -49,9 +49,10 @@ HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_gr
 OWN: dict[str, dict[str, Any]] = {
     **{name: {**LATENT, "head_dim": None} for name in LATENT_FAMILIES},
     **dict.fromkeys(GATED_FAMILIES, GATED),
-    **{name: {"num_hidden_layers": 4} for name in ("lfm3", "qwen4_exp_text", "recurrent_gemma")},
+    **{name: {"num_hidden_layers": 4} for name in ("lfm3", "recurrent_gemma")},
     "bamba": {**HYBRID, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
+    "efficientnet": {"hidden_dim": None},
     "granitemoehybrid": {**HYBRID, "layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
@@ -91,7 +92,7 @@ NOT_TINY: dict[str, str] = {
     **dict.fromkeys(("nemo_speechlm", "vibevoice_asr"), "it reads sounds"),
     **dict.fromkeys(("bailing_hybrid", "blt", "dbrx", "dots3_note", "dots3_note_text", "gemma4_assistant"), NO_CONFIG),
     **dict.fromkeys(("gemma4_unified_assistant", "kimi_linear", "lilt", "longcat_flash", "t5gemma2"), NO_CONFIG),
-    **dict.fromkeys(("xlstm", "zamba", "zaya"), NO_CONFIG),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "xlstm", "zamba", "zaya"), NO_CONFIG),
 }
 "Families that the suite cannot build, and why."
 IMAGES = "its rows have images or places on a page beside their text"

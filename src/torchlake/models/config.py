@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 OWN_MODEL_TYPE = "torchlake"
 "`model_type` in the config.json of a task's own module that has no configuration."
+NO_TOKEN = -1
+"The padding token of a head that skips no token of a row; no tokenizer writes this id."
 # Their tables of positions begin with the padding id and its predecessors, which no token can use.
 POSITIONS_AFTER_PADDING = frozenset(
     {
@@ -232,7 +234,7 @@ def decoder_start(config: "PretrainedConfig") -> int:
     return token
 
 
-def set_pad_id(config: "PretrainedConfig", token: int) -> None:
+def set_pad_id(config: "PretrainedConfig", token: int | None) -> None:
     """Set the padding token, also as the decoder's start token if the configuration has none (T5's convention)."""
     for each in (config, config.get_text_config()):
         each.pad_token_id = token

@@ -148,6 +148,8 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
 
 def _task_of(folder: Path, head: Head, task: str | None) -> str:
     """Return the task of a model's head, or the given one if config.json does not name a head. Raises DataError."""
+    import transformers
+
     known, asked = tasks_of(head), task if task in HEADS else None
     possible = known or [name for name in HEADS if head.model_type in architectures_of(name)]
     if asked is not None and asked not in possible:
@@ -155,7 +157,7 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
             raise DataError(f"{folder}: its architecture {head.architecture} is for {known[0]}, not for {asked}")
         raise DataError(f"{folder}: transformers has no model of the type {head.model_type!r} for {asked}")
     chosen = asked or next(iter(known), None)
-    if chosen is None and head.architecture:
+    if head.architecture and not known and (asked is None or head.architecture in dir(transformers)):
         raise DataError(
             f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
@@ -280,9 +282,10 @@ def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
     if auto_class.endswith(CLASSIFIES):
         # Without generation, cached keys and values would only fill memory.
         config.get_text_config().use_cache = False
-        needed = config.is_encoder_decoder or config.model_type in POSITIONS_AFTER_PADDING
-        if needed and pad_id(config) is None and has_tokenizer(folder):
-            set_pad_id(config, load_tokenizer(folder).pad_token_id)
+        token = pad_id(config)
+        if config.is_encoder_decoder or config.model_type in POSITIONS_AFTER_PADDING:
+            token = load_tokenizer(folder).pad_token_id if token is None and has_tokenizer(folder) else token
+            set_pad_id(config, token)
     return config
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import DataError
-from torchlake.models.config import ENCODERS, embeddings, in_words, load_config, pad_id, padding_id, positions
+from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer_file import TextTokenizer, read_tokenizer_file
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MAX_LENGTH = 512
 TOKEN_TYPES = "token_type_ids"
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
-NO_TOKEN, INNER_END = -1, -2
-"Ids that no tokenizer writes: of padding, for a head that skips no token of a row, and of end tokens within a row."
+INNER_END = -2
+"Hides an end token within a row from a head; no tokenizer writes this id."
 RESERVED = re.compile(r"\W*((right_|finetune_right_)?pad|reserved|unused)", re.IGNORECASE)
 "Names of special tokens that rows do not have."
 

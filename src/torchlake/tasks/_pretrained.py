@@ -266,8 +266,11 @@ def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
     # These encoders do not find their weights among those of a whole model.
     whole = config.model_type in ENCODERS_ALONE and config.architectures != [model_class.__name__]
     model, info = from_pretrained(folder, _body_class(config) if whole else model_class, config=config)
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}  # positions may be computed
-    torn = sorted(key for key in trained & set(info["missing_keys"]) if not key.startswith("pooler."))
+    lacking = (key for key in info["missing_keys"] if not key.startswith("pooler."))
+    # Marian's positions are computed.
+    torn = sorted(
+        key for key in lacking if "Sinusoid" not in type(model.get_submodule(key.rpartition(".")[0])).__name__
+    )
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
     return cast("torch.nn.Module", model.get_encoder()) if whole else model
