@@ -38,12 +38,33 @@ GATED = {"layer_types": ["linear_attention", "full_attention"]} | {
     for name, size in {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}.items()
 }
 NESTED = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")}
-NESTED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130, "vocab_size": 260}
-LATENT_FAMILIES = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "mistral4", "minicpm3")
+NESTED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130, "vocab_size": 400}
+LATENT_FAMILIES = (
+    *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3"),
+    *("mistral4", "youtu"),
+)
+GATED_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 # What a family needs beside `SIZES`; None takes a size away.
 OWN: dict[str, dict[str, Any]] = {
     **{name: {**LATENT, "head_dim": None} for name in LATENT_FAMILIES},
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), GATED),
+    **dict.fromkeys(GATED_FAMILIES, GATED),
+    **{name: {"num_hidden_layers": 4} for name in ("lfm3", "recurrent_gemma")},
+    "bamba": {**HYBRID, "attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 8},
+    "efficientnet": {"hidden_dim": None},
+    "granitemoehybrid": {**HYBRID, "layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "luke": {"entity_vocab_size": 16},
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "attention_head_size": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    "gemma3n_text": {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    **{key: {"image_size": 224, "patch_size": None} for key in ("donut-swin", "swin", "levit", "mobilevitv2")},
+    "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "perceiver": {"d_model": 32, "num_latents": 4, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 1}
+    | {"qk_channels": 32, "v_channels": 32, "num_cross_attention_heads": 1},
     "distilbert": {"intermediate_size": None},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None},
@@ -58,6 +79,22 @@ OWN: dict[str, dict[str, Any]] = {
     "t5gemma": {"encoder": dict(NESTED), "decoder": dict(NESTED)},
     "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 }
+IMAGE_SIZES = {"patch_size": 4, "image_size": 32}
+LIBRARY = "it needs the library {}, which torchlake does not use"
+NO_CONFIG = "the suite has no small configuration of it"
+NOT_TINY: dict[str, str] = {
+    "canine": "it has no fast tokenizer",
+    "cohere_compass_text": "transformers cannot build it from its own configuration",
+    "dinat": LIBRARY.format("natten"),
+    "layoutlmv2": LIBRARY.format("detectron2"),
+    **dict.fromkeys(("gemma3n", "timm_wrapper"), LIBRARY.format("timm")),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes music"),
+    **dict.fromkeys(("nemo_speechlm", "vibevoice_asr"), "it reads sounds"),
+    **dict.fromkeys(("bailing_hybrid", "blt", "dbrx", "dots3_note", "dots3_note_text", "gemma4_assistant"), NO_CONFIG),
+    **dict.fromkeys(("gemma4_unified_assistant", "kimi_linear", "lilt", "longcat_flash", "t5gemma2"), NO_CONFIG),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "xlstm", "zamba", "zaya"), NO_CONFIG),
+}
+"Families that the suite cannot build, and why."
 IMAGES = "its rows have images or places on a page beside their text"
 EXCLUDED: dict[str, str] = {
     **dict.fromkeys(("gemma3", "layoutlmv2", "layoutlmv3", "lilt", "markuplm", "modernvbert", "qwen3_5"), IMAGES),
@@ -95,6 +132,39 @@ def config_of(name: str, **special: Any) -> Any:
     if "layer_types" in fields:
         sizes.setdefault("layer_types", None)  # the default is as long as the usual number of layers
     return kind(**{key: size for key, size in sizes.items() if size is not None or key == "layer_types"}, **special)
+
+
+def image_config_of(name: str) -> Any:
+    """The configuration of a family that reads images, at a small size."""
+    kind: Any = transformers.CONFIG_MAPPING[name]
+    sizes = {**_sizes(kind(), SIZES | IMAGE_SIZES), **OWN.get(name, {})}
+    return kind(**{key: size for key, size in sizes.items() if size is not None})
+
+
+def composite_config_of(name: str, **special: Any) -> Any:
+    """The configuration of a family with several parts, such as one for text and one for images, at a small size."""
+    kind: Any = transformers.CONFIG_MAPPING[name]
+    config = kind(**{**_sizes(kind(), SIZES | IMAGE_SIZES), **OWN.get(name, {})})
+    for key, value in special.items():
+        setattr(config.get_text_config(), key, value)
+        if key != "vocab_size":
+            setattr(config, key, value)
+    return config
+
+
+def _sizes(config: Any, known: dict[str, int]) -> dict[str, Any]:
+    """The sizes that a configuration and its parts have as single numbers."""
+    fields = config.to_dict()
+    sizes: dict[str, Any] = {key: size for key, size in known.items() if isinstance(fields.get(key), int)}
+    sizes |= {"image_size": [known["image_size"]] * 2} if isinstance(fields.get("image_size"), list) else {}
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if hasattr(part, "sub_configs"):
+            sizes[key] = {"model_type": part.model_type, **_sizes(part, known)}
+            if "layer_types" in part.to_dict():
+                sizes[key]["layer_types"] = None
+            sizes[key] |= OWN.get(part.model_type, {})
+    return sizes
 
 
 def build(folder: Path, name: str, *, kind: Literal["classifier", "writer"], dropout: bool = True) -> Path:

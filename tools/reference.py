@@ -34,7 +34,9 @@ from torchlake.tasks import ColumnOptions
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 SOURCE = Path(tl.__file__).parent
 ENCODERS = Path(__file__).parents[1] / "tests" / "conformance" / "encoders.json"
+MODELS = ENCODERS.with_name("models.json")
 NOTE = "<!-- Written by tools/reference.py from the code: change the code and run `make reference`. -->"
+UNTRIED = "not tried"
 ALIASES = {"Runtime": Callable[..., Callable[[np.ndarray, np.ndarray], np.ndarray]]}
 "Types that are shown by a name."
 BRANCH = re.compile(r"[│├└─ ]*(\w+) +(\d+(?:/\d+)?)  (.+)")
@@ -473,6 +475,44 @@ def encoders_page() -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in names)}: {reason}."
 
 
+# models
+
+
+def models_page() -> Iterator[str]:
+    """Which architectures of transformers are scored for which tasks, as the conformance suite found it."""
+    found: dict[str, dict[str, str | None]] = json.loads(MODELS.read_text(encoding="utf-8"))
+    reasons = [reason for names in found.values() for reason in names.values()]
+    untried = sum((reason or "").startswith(UNTRIED) for reason in reasons)
+    yield "# Architectures and tasks"
+    yield ""
+    yield "The architectures for which transformers has a class with a head for a task, by `model_type` in config.json."
+    yield "The conformance suite builds a small model of each with random weights, and compares what torchlake computes"
+    yield "for rows of different lengths in one batch with what transformers computes for each row alone. One of the"
+    yield "rows has the model's end token."
+    yield ""
+    scored = reasons.count(None)
+    yield f"Of {len(reasons)} pairs of architecture and task, {scored} are scored as transformers does,"
+    yield f"{len(reasons) - scored - untried} are refused and {untried} are not tried. `no`: see below. Empty cells:"
+    yield "transformers has no class."
+    yield ""
+    counts = [f"{list(names.values()).count(None)} of {len(names)}" for names in found.values()]
+    types = sorted({name for names in found.values() for name in names})
+
+    def mark(reason: str | None) -> str:
+        return reason if reason == "" else "yes" if reason is None else UNTRIED if reason.startswith(UNTRIED) else "no"
+
+    rows = [("**scored**", *counts)]
+    rows += [(f"`{name}`", *(mark(each.get(name, "")) for each in found.values())) for name in types]
+    yield from table(("type", *(f"`{task}`" for task in found)), rows)
+    yield from ("", "## Why not", "")
+    lines: dict[str, list[str]] = {}
+    for task, names in found.items():
+        for name, reason in names.items():
+            if reason is not None:
+                lines.setdefault(f"`{name}`: {reason}.", []).append(f"`{task}`")
+    yield from (f"- {', '.join(tasks)}: {line}" for line, tasks in sorted(lines.items(), key=lambda each: each[0]))
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
     "job-train.md": job_train_page,
@@ -481,6 +521,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
     "encoders.md": encoders_page,
+    "models.md": models_page,
     "environment.md": environment_page,
     "python.md": python_page,
     "python-models.md": python_models_page,

@@ -5,6 +5,7 @@ encoders, and for ViT, ResNet and similar models, config.json is read without tr
 than scoring a small table.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 OWN_MODEL_TYPE = "torchlake"
 "`model_type` in the config.json of a task's own module that has no configuration."
+NO_TOKEN = -1
+"The padding token of a head that skips no token of a row; no tokenizer writes this id."
 # Their tables of positions begin with the padding id and its predecessors, which no token can use.
 POSITIONS_AFTER_PADDING = frozenset(
     {
@@ -58,6 +61,19 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
 "Fields of the encoders' configurations, with the defaults of transformers for fields that config.json lacks."
 IMAGE_MODELS = frozenset({"beit", "convnext", "convnextv2", "deit", "resnet", "swin", "swinv2", "vit"})
 "Types of models for images that keep the names of their classes in config.json."
+COMMON_HEADS = {
+    "SequenceClassification": "text_classification",
+    "ImageClassification": "image_classification",
+    "TokenClassification": "token_classification",
+    "QuestionAnswering": "question_answering",
+}
+"The tasks of heads by the end of their class's name, for the types above."
+HEADS = {
+    **{task: re.sub("(?<=[a-z])(?=[A-Z])", "_", head).upper() for head, task in COMMON_HEADS.items()},
+    "text_generation": "CAUSAL_LM",
+    "text2text_generation": "SEQ_TO_SEQ_CAUSAL_LM",
+}
+"The name of each task in transformers' mappings of Auto classes."
 DISTILBERT_NAMES = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -102,7 +118,9 @@ def load_config(folder: Path) -> "PretrainedConfig":
 class Head(NamedTuple):
     """The architecture of a model, and the outputs of a classifier."""
 
+    model_type: str
     architecture: str
+    "The class of transformers; empty if config.json names none."
     problem_type: str | None
     names: Mapping[int, str]
     "{index: class}"
@@ -122,7 +140,29 @@ def read_head(folder: Path) -> Head:
     else:
         config = load_config(folder)
         architectures, problem, names = config.architectures, config.problem_type, config.id2label or {}
-    return Head((architectures or ["unknown"])[0], problem, names)
+    return Head(values.get("model_type", ""), (architectures or [""])[0], problem, names)
+
+
+def tasks_of(head: Head) -> list[str]:
+    """Return the tasks that a model's head is for, by transformers' Auto classes; for common types without it."""
+    stem, _, suffix = head.architecture.partition("For")
+    common = head.model_type in ENCODERS or head.model_type in IMAGE_MODELS
+    if common and stem.lower() == head.model_type.replace("-", "") and suffix in COMMON_HEADS:
+        return [COMMON_HEADS[suffix]]
+    return [
+        task
+        for task in HEADS
+        if head.model_type in (known := architectures_of(task))
+        and any(head.architecture in classes for classes in known.values())
+    ]
+
+
+def architectures_of(task: str) -> dict[str, tuple[str, ...]]:
+    """Return the classes of transformers that have a head for a task of `HEADS`, by model type."""
+    from transformers.models.auto import modeling_auto
+
+    known: Mapping[str, str | tuple[str, ...]] = getattr(modeling_auto, f"MODEL_FOR_{HEADS[task]}_MAPPING_NAMES")
+    return {name: classes if isinstance(classes, tuple) else (classes,) for name, classes in known.items()}
 
 
 def positions(folder: Path) -> int | None:
@@ -194,7 +234,7 @@ def decoder_start(config: "PretrainedConfig") -> int:
     return token
 
 
-def set_pad_id(config: "PretrainedConfig", token: int) -> None:
+def set_pad_id(config: "PretrainedConfig", token: int | None) -> None:
     """Set the padding token, also as the decoder's start token if the configuration has none (T5's convention)."""
     for each in (config, config.get_text_config()):
         each.pad_token_id = token

@@ -21,7 +21,20 @@ from torchlake import atomic_io
 from torchlake.config.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
+from torchlake.models.config import (
+    HEADS,
+    POSITIONS_AFTER_PADDING,
+    Head,
+    architectures_of,
+    embeddings,
+    in_words,
+    load_config,
+    pad_id,
+    positions,
+    read_head,
+    set_pad_id,
+    tasks_of,
+)
 from torchlake.models.folders import model_folder, weight_files
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer import (
@@ -32,6 +45,7 @@ from torchlake.models.tokenizer import (
     load_text_tokenizer,
     load_tokenizer,
     max_length,
+    read_by_place,
 )
 from torchlake.models.write import quiet, save_model_folder
 
@@ -68,28 +82,24 @@ ZERO_SHOT = "zero_shot_classification"
 "The task of classifiers of pairs that score any classes, without training on them."
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
-HEADS = {
-    "ForSequenceClassification": "text_classification",
-    "ForImageClassification": "image_classification",
-    "ForTokenClassification": "token_classification",
-    "ForQuestionAnswering": "question_answering",
-    "ForQuestionAnsweringSimple": "question_answering",
-}
-"The task of each head, by the suffix of its class in transformers."
 OWN_PROBLEMS = {"token_classification": "spans", "question_answering": "answer"}
 "Problems of tasks that have only one."
 INPUTS = {"image_classification": ("image",), "question_answering": ("question", "context")}
 "Inputs of tasks that do not read a `text`."
 OWN_LABELS = {"question_answering": ("start", "end")}
 "The outputs of heads whose number is not that of the classes in config.json."
-WRITERS = ("ForCausalLM", "LMHeadModel")
-"The suffix of causal language models in transformers."
+CLASSIFIES = "ForSequenceClassification"
 BUFFERS = re.compile(
     r"(^|\.)(position_ids|token_type_ids|relative_position_index|version|embed_positions\.weights|causal_mask|"
     r"rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$|(^|\.)pooler\."
 )
 """Tensors that models do without: constants that they compute themselves, in files of older versions, and the pooler of
 an architecture whose head does not read it."""
+WRITERS: dict[str, tuple[Problem, str | None]] = {
+    "text_generation": ("next_token", None),
+    "text2text_generation": ("text", "label"),
+}
+"The problem and the label column of tasks that write text."
 PROBLEM_TYPES: dict[Problem, Any] = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -114,35 +124,23 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     if task == EMBEDS or (task is None and (folder / MODULES).exists()):
         return _embedding_spec(folder)
     head = read_head(folder)
-    if head.architecture.endswith(WRITERS):
-        return TaskSpec(
-            task="text_generation",
-            problem="next_token",
-            labels=(),
-            text="text",
-            label=None,
-            max_length=min(max_length(folder), MAX_LENGTH),  # of a block: prompts are not cut
-        )
-    if head.architecture.endswith("ForConditionalGeneration") and load_config(folder).is_encoder_decoder:
-        return TaskSpec(
-            task="text2text_generation",
-            problem="text",
-            labels=(),
-            text="text",
-            label="label",
-            max_length=max_length(folder),
-        )
-    of_head = _task_of(head.architecture)
-    if of_head is None:
-        raise DataError(
-            f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
-            f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
-            f"the embeddings of an encoder give the task {EMBEDS}."
-        )
+    of_head = _task_of(folder, head, task)
+    if of_head in WRITERS:
+        problem, label = WRITERS[of_head]
+        length = max_length(folder)
+        if of_head == "text_generation":
+            length = min(length, MAX_LENGTH)  # of a block: prompts are not cut
+        return TaskSpec(task=of_head, problem=problem, labels=(), text="text", label=label, max_length=length)
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
     problem = OWN_PROBLEMS.get(of_head, problem)
+    if problem == "regression" and len(names) > 1:
+        raise DataError(
+            f"{folder / 'config.json'}: problem_type is regression, and the head has {len(names)} outputs. torchlake "
+            "predicts one number a row. For classes, set problem_type to single_label_classification or "
+            "multi_label_classification."
+        )
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     labels = OWN_LABELS.get(of_head, labels)
     if len(set(labels)) != len(labels):
@@ -159,8 +157,33 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     )
 
 
-def _task_of(architecture: str) -> str | None:
-    return next((task for suffix, task in HEADS.items() if architecture.endswith(suffix)), None)
+def _task_of(folder: Path, head: Head, task: str | None) -> str:
+    """Return the task of a model's head, or the given one if config.json does not name a head. Raises DataError."""
+    import transformers
+
+    known, asked = tasks_of(head), task if task in HEADS else None
+    possible = known or [name for name in HEADS if head.model_type in architectures_of(name)]
+    if asked is not None and asked not in possible:
+        if known:
+            raise DataError(f"{folder}: its architecture {head.architecture} is for {known[0]}, not for {asked}")
+        raise DataError(f"{folder}: transformers has no model of the type {head.model_type!r} for {asked}")
+    chosen = asked or next(iter(known), None)
+    if head.architecture and not known and (asked is None or head.architecture in dir(transformers)):
+        raise DataError(
+            f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
+            f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
+            f"the embeddings of an encoder give the task {EMBEDS}."
+        )
+    if chosen is None:
+        raise DataError(
+            f"{folder}: config.json has no architectures (the name of the model's class), and there is no {TASK_FILE}. "
+            f"Give the task of the model: {', '.join([*possible, EMBEDS])}."
+        )
+    if chosen == "text2text_generation" and not load_config(folder).is_encoder_decoder:
+        raise DataError(
+            f"{folder}: a model of type {head.model_type!r} reads sounds, and torchlake has no task for them"
+        )
+    return chosen
 
 
 def _embedding_spec(folder: Path) -> TaskSpec:
@@ -214,7 +237,8 @@ def load_model(
     refuse_unused(folder, info["unexpected_keys"])
     if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
-            f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} has {len(spec.labels)} classes"
+            f"{folder}: the head has {model.config.num_labels} outputs, but "
+            f"{TASK_FILE if (folder / TASK_FILE).exists() else 'config.json'} has {len(spec.labels)} classes"
         )
     model.train(False)
     return model
@@ -279,7 +303,7 @@ def head_spec(folder: Path) -> TaskSpec | None:
     """Return the task that the head of a model folder was trained for; None if it has no head, or no names for its
     classes."""
     check_folder(folder)
-    if _task_of(read_head(folder).architecture) is None:
+    if not set(tasks_of(read_head(folder))) - WRITERS.keys():
         return None
     try:
         return load_spec(folder)
@@ -288,10 +312,9 @@ def head_spec(folder: Path) -> TaskSpec | None:
 
 
 def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
-    """Return a folder's configuration, for a classifier with a padding token.
+    """Return a folder's configuration. Raises DataError for a model that needs the language of its rows.
 
-    Decoders lack a padding token and would refuse batches. Raises DataError for a model that needs the language of its
-    rows.
+    Encoder-decoders and RoBERTa's kind compute with the padding token: if a classifier has none, it is the tokenizer's.
     """
     config = load_config(folder)
     if getattr(config, "languages", None) and getattr(config, "default_language", None) is None:
@@ -300,18 +323,19 @@ def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
             f"{folder / 'config.json'}: default_language is null, and a model of type {config.model_type!r} computes "
             f"with the adapter of a row's language. Set default_language to the language of your rows ({known}, ...)."
         )
-    if auto_class.endswith("ForSequenceClassification"):
+    if auto_class.endswith(CLASSIFIES):
         # Without generation, cached keys and values would only fill memory.
         config.get_text_config().use_cache = False
-        token = load_tokenizer(folder).pad_token_id if has_tokenizer(folder) else None
-        if isinstance(token, int):
+        token = pad_id(config)
+        if config.is_encoder_decoder or config.model_type in POSITIONS_AFTER_PADDING:
+            token = load_tokenizer(folder).pad_token_id if token is None and has_tokenizer(folder) else token
             set_pad_id(config, token)
     return config
 
 
 def from_pretrained(
     folder: Path,
-    auto_class: str,
+    auto_class: "str | type[PreTrainedModel]",
     *,
     config: "PretrainedConfig | None" = None,
     dtype: "torch.dtype | None" = None,
@@ -321,10 +345,12 @@ def from_pretrained(
     import torch
     import transformers
 
-    config = config if config is not None else whole_config(folder, auto_class)
+    model_class: Any = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
+    name = model_class.__name__
+    config = config if config is not None else whole_config(folder, name)
     try:
         with quiet():
-            model, info = getattr(transformers, auto_class).from_pretrained(
+            model, info = model_class.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype or torch.float32,
@@ -337,4 +363,6 @@ def from_pretrained(
             )
     except Exception as error:
         raise DataError(f"{folder}: the model cannot be loaded: {in_words(error)}") from error
+    if name.endswith(CLASSIFIES):
+        read_by_place(model)
     return model, info

@@ -126,15 +126,20 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
     model's mode is restored. Raises DataError if the model cannot process the rows.
     """
     together_in = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
-    alone_in = [
-        {name: each for name, each in one.items() if name != MASK or not each.all()}
-        for one in batches(task, made, processor, spec)
-    ]
     with torch.no_grad(), evaluating(model), _explained(model, task, together_in):
         together = task.outputs(run(model, task, together_in))
-        alone = [task.outputs(run(model, task, one)) for one in alone_in]
+        alone = [task.outputs(run(model, task, one)) for one in batches(task, made, processor, spec)]
     pairs = ((both[tuple(map(slice, one.shape[1:]))], one[0]) for both, one in zip(together, alone, strict=True))
     return not all(_agree(both, one) for both, one in pairs)
+
+
+def mask_matters(model: nn.Module, task: Any, made: Features, processor: Any, spec: TaskSpec) -> bool:
+    """Return whether a mask changes the outputs for a row without padding, as in T5Gemma. The mode is restored."""
+    [batch, *_] = batches(task, made, processor, spec)
+    without = {name: each for name, each in batch.items() if name != MASK or not each.all()}
+    with torch.no_grad(), evaluating(model), _explained(model, task, batch):
+        masked, unmasked = (task.outputs(run(model, task, one)) for one in (batch, without))
+    return not _agree(unmasked, masked)
 
 
 def padded_arrays(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[str]:

@@ -1,10 +1,11 @@
-"""The tokenizer of a model folder, with the model's padding token, and the maximum length of a row.
+"""The tokenizer of a model folder, the padding that a classifier's head can tell from a row, and the longest row.
 
 Scoring with an encoder needs only ids: `load_text_tokenizer` reads tokenizer.json with the library `tokenizers` if the
 ids are the same as transformers' (`tokenizer_file.py`), which saves importing transformers.
 """
 
 import inspect
+import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,14 @@ from torchlake import atomic_io
 from torchlake.config import known_keys
 from torchlake.config.known_keys import check_keys
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, load_config, padding_id, positions
+from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer_file import CONFIG, TextTokenizer, read_tokenizer_file
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 MAX_LENGTH = 512
 "The longest input in training by default, and of models that do not limit it."
@@ -29,6 +30,10 @@ NO_LIMIT = 10**8
 "A tokenizer with a limit above this, such as 1e30, does not have one."
 TOKEN_TYPES = "token_type_ids"
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+INNER_END = -2
+"Hides an end token within a row from a head; no tokenizer writes this id."
+RESERVED = re.compile(r"\W*((right_|finetune_right_)?pad|reserved|unused)", re.IGNORECASE)
+"Names of special tokens that rows do not have."
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
@@ -121,6 +126,69 @@ def _padding_token(folder: Path, added_tokens: Container[int], choices: Sequence
         f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no end token "
         "that the model has an embedding for"
     )
+
+
+def choose_padding_of_head(config: "PretrainedConfig", folder: Path) -> None:
+    """Set the padding token of a classifier that is trained: a special token with which no row of its tokenizer ends.
+
+    A decoder's head reads the last token that is not padding, in torchlake and in transformers. An end token that rows
+    may have is the last choice; if the tokenizer itself ends rows with the only one, there is none (`read_by_place`).
+    """
+    if config.model_type in ENCODERS or config.is_encoder_decoder or not has_tokenizer(folder):
+        return
+    tokenizer = load_tokenizer(folder)
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    if pad_id(config) in added:
+        return
+    last, known = tokenizer("a")["input_ids"][-1:], embeddings(folder)
+    special = [one for one, token in sorted(added.items()) if token.special and (known is None or one < known)]
+    reserved = [one for one in special if RESERVED.match(added[one].content)]
+    choices = [one for one in (tokenizer.pad_token_id, *reserved, *special) if one not in last]
+    avoided = (tokenizer.eos_token_id, tokenizer.unk_token_id)
+    first = [one for one in choices if one not in avoided] or [one for one in choices if one == avoided[0]]
+    config.get_text_config().pad_token_id = config.pad_token_id = first[0] if first else None
+
+
+def read_by_place(model: "PreTrainedModel") -> None:
+    """Let the head of a classifier find padding, and the end of a row, by their places and not by their ids.
+
+    Heads of transformers compare ids: decoders take the last token that is not `pad_token_id`, BART and T5 the last
+    end token, in rows that all have the same number of them. So the model gets other ids where the mask hides a row's
+    padding and where an end token is not its last one; its embeddings get those that the tokenizer wrote.
+    """
+    import torch
+    from torch import nn
+
+    config: Any = model.config.get_text_config()
+    if config.model_type in ENCODERS:
+        return
+    pad, size = pad_id(config), getattr(config, "vocab_size", None)
+    if pad is None or (isinstance(size, int) and pad >= size):
+        pad = config.pad_token_id = NO_TOKEN
+    end = config.eos_token_id if model.config.is_encoder_decoder and isinstance(config.eos_token_id, int) else None
+
+    def hide(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids, mask = options.get("input_ids"), options.get("attention_mask")
+        if ids is None:
+            return args, options
+        if mask is not None:
+            ids = ids.masked_fill(mask == 0, pad)
+        if end is not None:
+            from_end = (ids == end).flip(-1).cumsum(-1).flip(-1)
+            ids = ids.masked_fill((ids == end) & (from_end > 1), INNER_END)
+        return args, {**options, "input_ids": ids}
+
+    def show(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args or not isinstance(args[0], torch.Tensor):  # some count positions from a shape
+            return args
+        ids = args[0] if end is None else args[0].masked_fill(args[0] == INNER_END, end)
+        return (ids.clamp(min=0), *args[1:])
+
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
+    if pad == NO_TOKEN or end is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(show, prepend=True)
 
 
 def has_tokenizer(folder: Path) -> bool:

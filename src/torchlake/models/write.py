@@ -15,7 +15,7 @@ import yaml
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
-from torchlake.models.config import OWN_MODEL_TYPE
+from torchlake.models.config import NO_TOKEN, OWN_MODEL_TYPE
 from torchlake.outputs.staging.folders import exchange
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def save_model_folder(
                 _save_pretrained(temporary, model_or_state, config, about.generation)
             else:
                 _save_own(temporary, model_or_state, config)
+            if about.auto_class.endswith("ForSequenceClassification"):
+                _name_padding(temporary / "config.json", tokenizer)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
         atomic_io.write_json(temporary / TASK_FILE, spec_to_json(spec), site=f"{site}.task")
@@ -97,6 +99,19 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         raise atomic_io.storage_error(error, folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _name_padding(file: Path, tokenizer: Any) -> None:
+    """Let a tokenizer pad with the token that a classifier's head skips, in transformers, too; null if it skips
+    none."""
+    config = atomic_io.read_json(file)
+    for part in (config, config.get("text_config") or {}):
+        token = part.get("pad_token_id")
+        if token in getattr(tokenizer, "added_tokens_decoder", ()):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+        elif token == NO_TOKEN:
+            part["pad_token_id"] = None
+            atomic_io.write_json(file, config, site="model.config")
 
 
 def _save_pretrained(

@@ -23,7 +23,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchlake.models.config import decoder_start
+from torchlake.errors import DataError, ran_out_of_memory
+from torchlake.models.config import decoder_start, in_words
 from torchlake.models.generation import (
     END,
     NON_FINITE,
@@ -36,6 +37,9 @@ from torchlake.models.generation import (
 )
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import Forward
+
+AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+"Relative to the largest logit: above rounding, below the effect of other positions."
 
 
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
@@ -77,7 +81,56 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
         answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
         return answers
 
-    return generate
+    return _length_by_length(generate) if not reads_apart and _reads_padding(model, config) else generate
+
+
+def _reads_padding(model: Any, config: GenerationConfig) -> bool:
+    """Return whether padding before a prompt changes the logits of the two tokens after it.
+
+    It does in XLNet, and in the decoders of BART and similar models, whose positions begin at the padding.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    changes = {"max_new_tokens": 2, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    first = GenerationConfig(**{**config.to_diff_dict(), **changes})
+
+    def logits(ids: list[list[int]], mask: list[list[int]]) -> torch.Tensor:
+        sent = [torch.tensor(each, device=model.device) for each in (ids, mask)]
+        made: Any = model.generate(input_ids=sent[0], attention_mask=sent[1], generation_config=first)
+        return torch.stack(made.logits, dim=1).float()
+
+    long, short = ([number * 7 % size for number in range(1, length + 1)] for length in (11, 5))
+    padding = len(long) - len(short)
+    masks = [[1] * len(long), [0] * padding + [1] * len(short)]
+    with torch.inference_mode():
+        try:
+            alone = logits([short], [[1] * len(short)])[0]
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            if ran_out_of_memory(error):
+                raise
+            raise DataError(
+                f"a model of type {model.config.model_type!r} cannot generate: {in_words(error)}"
+            ) from error
+        try:
+            beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
+        except (ValueError, IndexError):  # it computes prompts without padding only
+            return True
+    return not bool((alone - beside).abs().max() <= AGREEMENT[model.dtype] * max(1.0, float(alone.abs().max())))
+
+
+def _length_by_length(generate: Forward) -> Forward:
+    """Return `generate` for prompts of one length after the other."""
+
+    def generate_each(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        lengths = attention_mask.sum(axis=1)
+        parts, places = [], []
+        for length in np.unique(lengths):
+            rows = np.flatnonzero(lengths == length)
+            parts.append(generate(input_ids=input_ids[rows, :length], attention_mask=attention_mask[rows, :length]))
+            places.append(rows)
+        answers: np.ndarray = np.concatenate(parts)[np.argsort(np.concatenate(places))]
+        return answers
+
+    return generate_each
 
 
 def left_padded(input_ids: np.ndarray, attention_mask: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -49,10 +49,13 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
     from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
+    processor = task.load_processor(folder, spec, scoring=False) if task.checks_padding and not task.packs else None
+    made = None if processor is None else probes.features(task, processor, spec)
+    unmasked = task.checks_padding and (made is None or not probes.mask_matters(model, task, made, processor, spec))
 
     def outputs_of(**batch: np.ndarray) -> np.ndarray:
         inputs = {
-            name: None if task.checks_padding and name == MASK and array.all() else array
+            name: None if unmasked and name == MASK and array.all() else array
             for name, array in batch.items()
             if name not in task.kept_back
         }
@@ -63,10 +66,6 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
         scores: np.ndarray = outputs.float().cpu().numpy()
         return scores
 
-    if not task.checks_padding or task.packs:
-        return outputs_of
-    processor = task.load_processor(folder, spec, scoring=False)
-    made = probes.features(task, processor, spec)
     if made is None or not probes.padding_matters(model, task, made, processor, spec):
         return outputs_of
     padded = probes.padded_arrays(task, made, processor, spec)

@@ -5,6 +5,7 @@ part of the weights from the strategy: loading N ranks takes the main memory of 
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +15,7 @@ from torchlake.errors import DataError, TaskError
 from torchlake.models.config import load_config
 from torchlake.models.folders import model_folder
 from torchlake.models.load import (
+    CLASSIFIES,
     PROBLEM_TYPES,
     from_pretrained,
     head_spec,
@@ -23,6 +25,7 @@ from torchlake.models.load import (
     whole_config,
 )
 from torchlake.models.safety import check_folder
+from torchlake.models.tokenizer import choose_padding_of_head, read_by_place
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENCODERS_ALONE = frozenset(
+    {"blenderbot", "blenderbot-small", "m2m_100", "marian", "pegasus", "pegasus_x", "prophetnet"}
+)
+"Encoder-decoders whose encoder is a model of its own, beside those of T5's kind with a class of this name."
 _WRITERS = {
     "AutoModelForCausalLM": ("causal language model", "GPT-2, GPT-J, OPT, Llama, Qwen or Mistral"),
     "AutoModelForSeq2SeqLM": ("encoder-decoder", "T5, BART, Pegasus or Marian"),
@@ -67,6 +74,8 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
             f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
             f"{_CHOICES.get(auto_class, _CHOICES[''])}"
         )
+    if auto_class.endswith(CLASSIFIES):
+        choose_padding_of_head(config, folder)
     if empty:
         return _empty_model(config, auto_class)
     model, info = from_pretrained(folder, auto_class, config=config)
@@ -121,6 +130,8 @@ def _empty_model(config: "PretrainedConfig", auto_class: str) -> "PreTrainedMode
 
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
+    if auto_class.endswith(CLASSIFIES):
+        read_by_place(model)
     return model
 
 
@@ -215,20 +226,27 @@ def load_own(
 
 
 def encoder_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
-    """Return the class of models without a head; of T5 and similar models only the encoder, as in
-    sentence-transformers.
+    """Return the class of models without a head; of encoder-decoders that sentence-transformers loads without their
+    decoder, only the encoder.
 
     Raises DataError if transformers has none.
     """
     import transformers
 
+    model_class = _body_class(config)
+    stem = model_class.__name__.removesuffix("Model")
+    if config.model_type in ENCODERS_ALONE:
+        return cast("type[PreTrainedModel]", getattr(sys.modules[model_class.__module__], f"{stem}Encoder"))
+    return cast("type[PreTrainedModel]", getattr(transformers, f"{stem}EncoderModel", model_class))
+
+
+def _body_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
+    import transformers
+
     known: Any = transformers.AutoModel._model_mapping.get(type(config), None)
     if known is None:
         raise DataError(f"transformers has no model without a head of the type {config.model_type!r}")
-    model_class: Any = known[0] if isinstance(known, tuple) else known
-    encoder = f"{model_class.__name__.removesuffix('Model')}EncoderModel"
-    found: Any = getattr(transformers, encoder, model_class)
-    return cast("type[PreTrainedModel]", found)
+    return cast("type[PreTrainedModel]", known[0] if isinstance(known, tuple) else known)
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
@@ -240,17 +258,25 @@ def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
 
     config = load_config(folder)
     model_class = encoder_class(config)
-    if weights:
-        model, info = from_pretrained(folder, model_class.__name__, config=config)
-        lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
-        torn = sorted(key for key in lacking if not key.startswith("pooler."))
-        if torn:
-            raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
-        refuse_unused(folder, info["unexpected_keys"], body=f"{model.base_model_prefix}.")
-        return model
-    with quiet():
-        made: torch.nn.Module = model_class._from_config(config, dtype=torch.float32)
-    return made
+    if not weights:
+        with quiet():
+            made: torch.nn.Module = model_class._from_config(config, dtype=torch.float32)
+        return made
+    # These encoders do not find their weights among those of a whole model.
+    whole = config.model_type in ENCODERS_ALONE and config.architectures != [model_class.__name__]
+    model, info = from_pretrained(folder, _body_class(config) if whole else model_class, config=config)
+    lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+    # Marian's positions are computed.
+    torn = sorted(
+        key
+        for key in lacking
+        if not key.startswith("pooler.")
+        and "Sinusoid" not in type(model.get_submodule(key.rpartition(".")[0])).__name__
+    )
+    if torn:
+        raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+    refuse_unused(folder, info["unexpected_keys"], body=f"{model.base_model_prefix}.")
+    return cast("torch.nn.Module", model.get_encoder()) if whole else model
 
 
 def _built(task: Any, folder: Path | None, spec: TaskSpec, *, weights: bool) -> "torch.nn.Module":

@@ -131,7 +131,10 @@ class ImageClassification(Task):
         """Return a trained model, in the memory format in which convolutions are faster (ResNet-50 by a sixth)."""
         import torch
 
-        return super().load_model(folder, spec, **options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        model: nn.Module = super().load_model(folder, spec, **options).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if not options.get("placement"):
+            self._try(model, folder, spec)
+        return model
 
     def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, with the BatchNorm layers that `batch_norm` names."""
@@ -140,7 +143,34 @@ class ImageClassification(Task):
         model = super().base_model(base, spec, empty=empty)
         assert base is not None, "it needs a base"
         _batch_norm.set_up(model, spec.options["batch_norm"], base, check=not empty)
+        if not empty:
+            self._try(model, base, spec)
         return model
+
+    def _try(self, model: Any, folder: Path, spec: TaskSpec) -> None:
+        """Raise DataError if the model cannot compute an image as the processor of its folder makes them."""
+        import torch
+
+        from torchlake.models import probes
+
+        processor = self.load_processor(folder, spec, scoring=True)
+        size = dict(getattr(processor, "steps", processor).size)
+        height, width = size.get("height") or PATCH, size.get("width") or PATCH
+        image = b"P6 %d %d 255\n" % (width, height) + bytes(3 * height * width)
+        made = self.features({"image": pa.array([image])}, processor, spec)
+        pixels = self.checked_batch(made.arrays, np.zeros(1, dtype=np.int64), processor, spec)["pixel_values"]
+        try:
+            with torch.inference_mode(), probes.evaluating(model):
+                answer = model(pixel_values=torch.from_numpy(pixels).to(next(model.parameters()).dtype))
+        except Exception as error:
+            wanted = getattr(model.config, "image_size", None)
+            raise DataError(
+                f"{folder}: a model of type {model.config.model_type!r} cannot compute images of {pixels.shape[-2]} x "
+                f"{pixels.shape[-1]} pixels alone, as {CONFIG} makes them ({in_words(error)})"
+                + ("" if wanted is None else f". The model's image_size is {wanted}.")
+            ) from error
+        if getattr(answer, "logits", None) is None:
+            raise DataError(f"{folder}: {type(model).__name__} of the installed transformers returns no logits")
 
     def before_forward(self, rows: int) -> None:
         """Leave the row that stands for no rows out of the statistics of batches."""

@@ -358,10 +358,10 @@ def test_a_model_that_embeds_no_text_alone_is_refused_in_words(tmp_path: Path) -
     folder = tmp_path / "model"
     tokenizer = tiny.bpe_tokenizer()
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = families.config_of("pegasus", vocab_size=len(tokenizer), **special)
+    config = families.config_of("nllb-moe", vocab_size=len(tokenizer), **special)
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        DataError, match=r"Embedder of the type 'pegasus' cannot process rows from its tokenizer, of up to \d+"
+        DataError, match=r"Embedder of the type 'nllb-moe' cannot process rows from its tokenizer, of up to \d+"
     ):
         tl.predict(folder, pa.table({"text": TEXTS}), task="feature_extraction", engine=tiny.Here())
