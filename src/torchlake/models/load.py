@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
+from torchlake.config.cross_encoder import is_cross_encoder, with_pairs
 from torchlake.config.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
+from torchlake.models.config import class_names, embeddings, in_words, load_config, positions, read_head, set_pad_id
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import INDEX, check_folder
 from torchlake.models.tokenizer import (
@@ -102,7 +103,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
         return TaskSpec(task=task, problem=task, labels=(), text="text", label=None, max_length=length)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
-    if task == EMBEDS or (task is None and (folder / MODULES).exists()):
+    if task == EMBEDS or (task is None and (folder / MODULES).exists() and not is_cross_encoder(folder)):
         return _embedding_spec(folder)
     head = read_head(folder)
     if head.architecture.endswith(WRITERS):
@@ -134,12 +135,11 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
     problem = OWN_PROBLEMS.get(of_head, problem)
-    labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
-    labels = OWN_LABELS.get(of_head, labels)
-    if len(set(labels)) != len(labels):
-        raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
+    labels = OWN_LABELS.get(of_head, ())
+    if not labels and problem != "regression":
+        labels = class_names(folder, names)
     inputs = INPUTS.get(of_head, ())
-    return TaskSpec(
+    spec = TaskSpec(
         task=of_head,
         problem=problem,
         labels=labels,
@@ -148,6 +148,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
         max_length=0 if of_head == "image_classification" else max_length(folder),
         inputs={name: name for name in inputs},
     )
+    return with_pairs(spec, folder)
 
 
 def _task_of(architecture: str) -> str | None:
@@ -169,11 +170,11 @@ def _embedding_spec(folder: Path) -> TaskSpec:
     )
 
 
-def uses_token_types(folder: Path) -> bool:
-    """Return whether the model folder is for text pairs that it separates by token types."""
+def uses_token_types(folder: Path, *, pairs: bool = False) -> bool:
+    """Return whether the model separates texts of pairs by token types; `pairs`: also if it was trained elsewhere."""
     path = folder / TASK_FILE
-    pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
-    return pairs and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
+    trained = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
+    return (trained or pairs) and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
 
 
 def load_model(

@@ -152,6 +152,7 @@ class Model:
 def load(
     model: str | Path,
     *,
+    text_pair: str | None = None,
     task: Any = None,
     task_options: Mapping[str, Any] | None = None,
     runtime: Runtime | None = None,
@@ -166,7 +167,8 @@ def load(
         classify(["great film", "a bore"])      # [{"label": "good", "score": 0.98, "truncated": False, ...}, ...]
         classify("great film")                  # {"label": "good", ...}
 
-    The options are those of `predict`, and so are the answers. Threads may share the model; `close()`, or a `with`
+    The options are those of `predict`, and so are the answers. `text_pair` names the second text of rows for a
+    cross-encoder from elsewhere: `load(model, text_pair="passage")([{"text": "a query", "passage": "a text"}])`. Threads may share the model; `close()`, or a `with`
     block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this process: score untrusted text
     with `predict`.
     """
@@ -177,6 +179,7 @@ def load(
         runtime,
         generation,
         text=None,
+        text_pair=text_pair,
         task=task,
         task_options=task_options,
         all_probabilities=all_probabilities,
