@@ -83,9 +83,9 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
 
 def _check(folder: Path, key: str, value: Any, supported: Any) -> None:
     if value != supported:
-        only = "" if supported is None else f" only {supported!r}"
+        only = "no value" if supported is None else f"only {supported!r}"
         raise DataError(
-            f"{folder / SETTINGS}: {key} is {str(value)[:80]!r}; for a CrossEncoder torchlake supports{only or ' no value'}"
+            f"{folder / SETTINGS}: {key} is {str(value)[:80]}; for a CrossEncoder torchlake supports {only}"
         )
 
 

@@ -78,16 +78,16 @@ def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities:
 def probability_names(spec: TaskSpec) -> list[str]:
     """Return the names of the C columns that hold `probabilities` if all are requested.
 
-    Of classes that differ in case only, the second gets the suffix _2.
+    Of classes that differ in case or blanks only, the second gets the suffix _2.
     """
     if spec.problem == "regression":
         return ["prediction"]
-    names: dict[str, str] = {}  # by the name without case: Spark and Hive ignore case in names
+    names: dict[str, str] = {}  # by the name without case and blanks: Spark and Hive ignore case in names
     for label in spec.labels:
         name = own = f"prob_{str(label).lower() if isinstance(label, bool) else label}"
         number = 1
-        while name.casefold() in names:
+        while (plain := "".join(name.split()).casefold()) in names:
             number += 1
             name = f"{own}_{number}"
-        names[name.casefold()] = name
+        names[plain] = name
     return list(names.values())
