@@ -16,7 +16,7 @@ THRESHOLD = 0.5
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     # exp of a non-positive number cannot overflow.
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+    return np.asarray(np.where(x >= 0, 1, small) / (1 + small))
 
 
 FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -42,7 +42,7 @@ def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
             return logits
         return np.asarray(logits.astype(np.float64) * spec.deviation + spec.mean, dtype=np.float32)
     if spec.problem == "multi_label":
-        return np.asarray(_sigmoid(logits), dtype=np.float32)
+        return _sigmoid(logits).astype(np.float32)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True), dtype=np.float32)
 

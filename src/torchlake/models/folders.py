@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "*.model",
     CHAT_TEMPLATE,
 )
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 # generation_config.json contains the end tokens.
 # The layout of sentence-transformers: numbered folders hold pooling and what follows it.
 EMBEDDING_FILES = (MODULES, SETTINGS, PROMPTS, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
@@ -51,6 +52,7 @@ DECIDING_FILES = (
     "*.safetensors",
     INDEX,
     *TOKENIZER_FILES,
+    *IMAGE_FILES,
     *EMBEDDING_FILES,
 )
 

@@ -135,7 +135,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
     problem = OWN_PROBLEMS.get(of_head, problem)
-    labels = OWN_LABELS.get(of_head, ())
+    labels: tuple[Label, ...] = OWN_LABELS.get(of_head, ())
     if not labels and problem != "regression":
         labels = class_names(folder, names)
     inputs = INPUTS.get(of_head, ())

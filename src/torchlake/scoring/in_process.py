@@ -167,10 +167,10 @@ def load(
         classify(["great film", "a bore"])      # [{"label": "good", "score": 0.98, "truncated": False, ...}, ...]
         classify("great film")                  # {"label": "good", ...}
 
-    The options are those of `predict`, and so are the answers. `text_pair` names the second text of rows for a
-    cross-encoder from elsewhere: `load(model, text_pair="passage")([{"text": "a query", "passage": "a text"}])`. Threads may share the model; `close()`, or a `with`
-    block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this process: score untrusted text
-    with `predict`.
+    The options are those of `predict`, and so are the answers. For a cross-encoder of others, `text_pair` names the
+    second text: `load(model, text_pair="passage")([{"text": "a query", "passage": "its answer"}])`. Threads may share
+    the model; `close()`, or a `with` block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this
+    process: score untrusted text with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     check_options({"null": null, "batch_tokens": batch_tokens, "all_probabilities": all_probabilities})

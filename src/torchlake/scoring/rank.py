@@ -76,9 +76,9 @@ def rank(
     `query` and `document` are columns of texts (default: those of the training pairs). The output has the key (or
     `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's best document; equal scores are in the order
     of the table. The score of a regression is its number, that of two classes the probability of the class `relevant`
-    (default: of 0 and 1, false and true, or classes without names, the second one). Rows with an `error` have neither. A frame comes back with `score` and `rank`
-    added; a stored table is written into `output`, its scores into `output` + ".scores". The other options are those of
-    `predict`.
+    (default: of 0 and 1, false and true, or classes without names, the second one). Rows with an `error` have neither.
+    A frame comes back with `score` and `rank` added; a stored table is written into `output`, its scores into `output`
+    + ".scores". The other options are those of `predict`.
 
     Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
@@ -117,8 +117,8 @@ def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
     """Return the prediction column with the score. Raises UsageError."""
     if spec.text_pair is None:
         raise UsageError(
-            f"{model}: the model was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair). If "
-            "it is one that was trained elsewhere, name the column of documents (document=)."
+            f"{model}: the model was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair). "
+            "If it was not trained by torchlake, name the column of documents (document=)."
         )
     names: list[str] = plugins.load("tasks", spec.task).probability_names(spec)
     if spec.problem == "regression":

@@ -117,7 +117,7 @@ class QuestionAnswering(WindowedTask):
         else:
             every = np.arange(len(pairs))
             empty = np.setdiff1d(every, np.repeat(every, made.lengths)[inside])
-            errors = {row: "no_tokens: the tokenizer makes no tokens of the context" for row in empty.tolist()} | long
+            errors = dict.fromkeys(empty.tolist(), "no_tokens: the tokenizer makes no tokens of the context") | long
         arrays: dict[str, Array] = {
             INPUT_IDS: made.ragged(made.ids),
             TOKEN_TYPES: made.ragged(made.types),

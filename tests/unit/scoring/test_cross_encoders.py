@@ -153,9 +153,13 @@ def test_two_outputs_rank_by_the_second_class_unless_it_has_a_name(hub: Callable
         (3, version_6(activation_fn=f"{NN}.activation.Tanh"), "for several outputs torchlake supports Identity, Soft"),
         (1, version_6(default_prompt_name="none"), "prompts has no prompt of that name"),
         (1, {**version_6(), "modules.json": [*MODULES, {"type": "sentence_transformers.x.LogitScore"}]}, "LogitScore"),
-        (1, {**version_6(), "sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case is True; .* only F"),
+        (1, {**version_6(), "sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case is True; .* F"),
         (1, {**version_6(), "sentence_bert_config.json": {"processing_kwargs": {"text": 1}}}, "processing_kwargs is"),
-        (1, {**version_6(), "sentence_bert_config.json": {"modality_config": {}}}, "modality_config.text is None"),
+        (
+            1,
+            {**version_6(), "sentence_bert_config.json": {"modality_config": {"text": "x"}}},
+            "modality_config is {'text': 'x'}",
+        ),
     ],
     ids=str,
 )
