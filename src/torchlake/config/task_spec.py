@@ -63,7 +63,7 @@ class TaskSpec:
     activation: str | None = None
     "The function that makes predictions of outputs, one of `ACTIVATIONS`; None: the usual one of the problem."
     prompt: str | None = None
-    "A text that is put before the first text of a pair."
+    "A string that is put before the first text of a pair."
     options: Mapping[str, Any] = field(default_factory=dict)
     "The task's own options (`model.task_options`), all of them with their values."
 

@@ -171,7 +171,7 @@ def _embedding_spec(folder: Path) -> TaskSpec:
 
 
 def uses_token_types(folder: Path, *, pairs: bool = False) -> bool:
-    """Return whether the model separates texts of pairs by token types; `pairs`: also if it was trained elsewhere."""
+    """Return whether a model of pairs separates them by token types; `pairs`: it is one without task.json."""
     path = folder / TASK_FILE
     trained = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
     return (trained or pairs) and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names

@@ -192,7 +192,7 @@ def encode(
 
 
 def _glues_words(backend: Any) -> bool:
-    """Return whether a list of words has other tokens than the text of them, which it has with their blanks.
+    """Return whether a list of words has the tokens of its text only if the blanks are put before the words.
 
     So do byte-level tokenizers, such as RoBERTa's, without `add_prefix_space`: a word's token has the blank before it.
     """

@@ -80,7 +80,7 @@ class ImageClassification(Task):
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Processor:
         """Return the folder's image processor of transformers, the one without torchvision.
 
-        Raises DataError for one that returns other inputs than pixels, or images of different sizes.
+        Raises DataError for one that returns more than pixels, or images of different sizes.
         """
         from transformers import AutoImageProcessor
 
