@@ -225,6 +225,7 @@ CASES = {
             ("null_input", {"question": None}),
             ("null_input", {"context": ""}),
             ("question_too_long", {"question": "good " * 500}),
+            ("no_tokens", {"context": "\u200b"}),
         ),
     ),
     "text2text_generation": Case(

@@ -41,7 +41,7 @@ COLUMNS = {
     "label": "The predicted class, in the type of the training labels; with several labels, those of at least 0.5.",
     "score": "Probability of the most probable class, or of the answer.",
     "prob_CLASS": "Probability of each class; with `--all-probabilities` only. "
-    "Of classes that differ in case only, the second ends with `_2`.",
+    "Of classes that differ in case or blanks only, the second ends with `_2`.",
     "prediction": "The predicted number, in the units of the training labels.",
     "embedding": "The vector of the text; all of a model have the same size.",
     "spans": "The labeled spans of the text, in characters, or in words of a list of words; `end` is exclusive.",
@@ -68,7 +68,9 @@ REASONS = {
     "prompt_too_long": "has a prompt that leaves no room for `--max-new-tokens`.",
     "corrupt_image": "is an image that is empty, truncated or in an unknown format.",
     "image_too_large": "is an image with more than 89,478,485 pixels, or a file of more than 256 MiB.",
+    "unknown_range": "is an image of numbers whose range its file does not state, such as 32-bit integers.",
     "missing_image": "names an image that does not exist or cannot be read.",
+    "no_tokens": "has a context of which the tokenizer makes no tokens, to find an answer in.",
     "question_too_long": "has a question of more than half of the model's tokens.",
     "unknown_token": "has a token for which the model has no embedding.",
     "non_finite": "gave NaN or infinity.",

@@ -22,7 +22,10 @@ WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
 "Tasks without their own problems."
 SCALE = ("mean", "deviation")
-OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions", "options")
+ACTIVATIONS = ("Sigmoid", "Tanh", "ReLU", "SiLU", "Softplus", "LogSigmoid")
+"Functions after the outputs of a cross-encoder, by their names in torch.nn."
+TEXTS = ("separator", "template", "prompt")
+OPTIONAL_FIELDS = (*SCALE, *TEXTS, "text_pair", "inputs", "dimensions", "activation", "options")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "The default string between the texts of several columns."
@@ -57,6 +60,10 @@ class TaskSpec:
     "Columns of the task's other inputs, by the input's name."
     dimensions: int | None = None
     "Numbers in an embedding; None for other tasks."
+    activation: str | None = None
+    "The function that makes predictions of outputs, one of `ACTIVATIONS`; None: the usual one of the problem."
+    prompt: str | None = None
+    "A string that is put before the first text of a pair."
     options: Mapping[str, Any] = field(default_factory=dict)
     "The task's own options (`model.task_options`), all of them with their values."
 
@@ -144,7 +151,7 @@ def _columns(value: Any) -> Any:
 
 def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that define how inputs are made from columns. Raises DataError for an invalid one."""
-    found: dict[str, Any] = {name: value[name] for name in ("separator", "template") if value.get(name) is not None}
+    found: dict[str, Any] = {name: value[name] for name in TEXTS if value.get(name) is not None}
     wrong = next((name for name, each in found.items() if not isinstance(each, str)), None)
     pair, inputs = _columns(value.get("text_pair")), value.get("inputs", {})
     if isinstance(inputs, dict):
@@ -156,6 +163,8 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     dimensions = value.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise DataError(f"{file}: dimensions: expected a number of 1 or more, got {dimensions!r}")
+    if value.get("activation") not in (None, *ACTIVATIONS):
+        raise DataError(f"{file}: activation: expected one of {', '.join(ACTIVATIONS)}, got {value['activation']!r}")
     if wrong is not None:
         raise DataError(f"{file}: {wrong}: expected names of columns, got {value[wrong]!r}")
     options = value.get("options", {})

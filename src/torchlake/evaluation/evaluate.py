@@ -136,10 +136,11 @@ def evaluate(
     options = read_options(read)
     if is_frame(table):
         options.refuse_for_frames()
-    spec, engine, table = known_spec(model_folder(model), task), as_engine(engine), pinned(table)
+    own = model_folder(model)
+    spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
     refuse_unable(runtime, spec.task)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
-        spec = with_columns(spec, text=text, inputs=inputs)
+        spec = with_columns(spec, own, text=text, inputs=inputs)
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
         with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
             score = partial(predicting.predict, model, **options_of)
@@ -147,7 +148,7 @@ def evaluate(
                 score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
             )
         return _of_pairs(*found)
-    spec = with_columns(spec, text=text, text_pair=text_pair, inputs=inputs)
+    spec = with_columns(spec, own, text=text, text_pair=text_pair, inputs=inputs)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")

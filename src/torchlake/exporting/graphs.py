@@ -47,7 +47,7 @@ def copy_beside(model: Path, folder: Path) -> None:
 def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpec:
     """Return the model's task. Raises UsageError if it is not a classifier, or if something is missing."""
     spec = load_spec(model)
-    if uses_token_types(model):
+    if uses_token_types(model, pairs=spec.text_pair is not None):
         raise UsageError(
             f"{model}: the model separates the texts of a pair by token types, and a graph in the format {format} has "
             "no input. Score pairs with torchlake predict, or train an encoder without token types, such as RoBERTa."

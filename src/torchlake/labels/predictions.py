@@ -1,5 +1,7 @@
 """Predictions of classes or a number: probabilities from logits, and the columns of the scored table."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import pyarrow as pa
 
@@ -11,16 +13,36 @@ THRESHOLD = 0.5
 "With several labels (multi_label), those with at least this probability are predicted; metrics count the same ones."
 
 
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    # exp of a non-positive number cannot overflow.
+    small = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1, small) / (1 + small))
+
+
+FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Sigmoid": _sigmoid,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "SiLU": lambda x: x * _sigmoid(x),
+    "Softplus": lambda x: np.logaddexp(x, 0),
+    "LogSigmoid": lambda x: -np.logaddexp(-x, 0),
+}
+"The functions named in `config.task_spec.ACTIVATIONS`."
+
+
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
-    """Apply softmax or sigmoid, or scale to the unit of the labels; (B, C) float32 in and out."""
+    """Apply softmax or sigmoid, or scale to the unit of the labels; (B, C) float32 in and out.
+
+    A cross-encoder's own activation replaces these.
+    """
+    if spec.activation is not None:
+        return np.asarray(FUNCTIONS[spec.activation](logits), dtype=np.float32)
     if spec.problem == "regression":
         if spec.mean is None or spec.deviation is None:
             return logits
         return np.asarray(logits.astype(np.float64) * spec.deviation + spec.mean, dtype=np.float32)
     if spec.problem == "multi_label":
-        # exp of a non-positive number cannot overflow.
-        small = np.exp(-np.abs(logits))
-        return np.asarray(np.where(logits >= 0, 1 / (1 + small), small / (1 + small)), dtype=np.float32)
+        return _sigmoid(logits).astype(np.float32)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True), dtype=np.float32)
 
@@ -56,16 +78,16 @@ def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities:
 def probability_names(spec: TaskSpec) -> list[str]:
     """Return the names of the C columns that hold `probabilities` if all are requested.
 
-    Of classes that differ in case only, the second gets the suffix _2.
+    Of classes that differ in case or blanks only, the second gets the suffix _2.
     """
     if spec.problem == "regression":
         return ["prediction"]
-    names: dict[str, str] = {}  # by the name without case: Spark and Hive ignore case in names
+    names: dict[str, str] = {}  # by the name without case and blanks: Spark and Hive ignore case in names
     for label in spec.labels:
         name = own = f"prob_{str(label).lower() if isinstance(label, bool) else label}"
         number = 1
-        while name.casefold() in names:
+        while (plain := "".join(name.split()).casefold()) in names:
             number += 1
             name = f"{own}_{number}"
-        names[name.casefold()] = name
+        names[plain] = name
     return list(names.values())

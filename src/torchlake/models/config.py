@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
+from torchlake.config.task_spec import label_name
 from torchlake.errors import DataError, pip_install
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class Head(NamedTuple):
     architecture: str
     "The class of transformers; empty if config.json names none."
     problem_type: str | None
-    names: Mapping[int, str]
-    "{index: class}"
+    names: Mapping[int, Any]
+    "{index: class}, as in the file; see `class_names`."
 
 
 def read_head(folder: Path) -> Head:
@@ -133,6 +134,7 @@ def read_head(folder: Path) -> Head:
     if (
         (values.get("model_type") in ENCODERS or values.get("model_type") in IMAGE_MODELS)
         and isinstance(names, dict)
+        and all(str(index).isdecimal() for index in names)
         and not {"num_labels", "_num_labels"} & set(values)
     ):
         architectures = values.get("architectures")
@@ -163,6 +165,25 @@ def architectures_of(task: str) -> dict[str, tuple[str, ...]]:
 
     known: Mapping[str, str | tuple[str, ...]] = getattr(modeling_auto, f"MODEL_FOR_{HEADS[task]}_MAPPING_NAMES")
     return {name: classes if isinstance(classes, tuple) else (classes,) for name, classes in known.items()}
+
+
+def class_names(folder: Path, names: Mapping[int, Any]) -> tuple[str, ...]:
+    """Return the names of a head's classes as strings, in the order of its outputs.
+
+    Raises DataError if an output has no name, or the name of another one.
+    """
+    where = f"{folder / 'config.json'}: id2label"
+    if names.keys() != set(range(len(names))):
+        numbers = ", ".join(map(str, sorted(names)[:20]))
+        raise DataError(f"{where} numbers {len(names)} classes {numbers}; the numbers must be 0 to {len(names) - 1}")
+    found = []
+    for index in range(len(names)):
+        if not isinstance(names[index], str | int | float):
+            raise DataError(f"{where}: class {index} has the name {names[index]!r:.80}; it must be a string")
+        found.append(label_name(names[index]))
+    if len(set(found)) != len(found):
+        raise DataError(f"{where} gives two classes the same name")
+    return tuple(found)
 
 
 def positions(folder: Path) -> int | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
+from torchlake.config.cross_encoder import is_cross_encoder, with_pairs
 from torchlake.config.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
@@ -26,6 +27,7 @@ from torchlake.models.config import (
     POSITIONS_AFTER_PADDING,
     Head,
     architectures_of,
+    class_names,
     embeddings,
     in_words,
     load_config,
@@ -121,7 +123,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
         return TaskSpec(task=task, problem=task, labels=(), text="text", label=None, max_length=length)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
-    if task == EMBEDS or (task is None and (folder / MODULES).exists()):
+    if task == EMBEDS or (task is None and (folder / MODULES).exists() and not is_cross_encoder(folder)):
         return _embedding_spec(folder)
     head = read_head(folder)
     of_head = _task_of(folder, head, task)
@@ -141,12 +143,11 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             "predicts one number a row. For classes, set problem_type to single_label_classification or "
             "multi_label_classification."
         )
-    labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
-    labels = OWN_LABELS.get(of_head, labels)
-    if len(set(labels)) != len(labels):
-        raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
+    labels: tuple[Label, ...] = OWN_LABELS.get(of_head, ())
+    if not labels and problem != "regression":
+        labels = class_names(folder, names)
     inputs = INPUTS.get(of_head, ())
-    return TaskSpec(
+    spec = TaskSpec(
         task=of_head,
         problem=problem,
         labels=labels,
@@ -155,6 +156,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
         max_length=0 if of_head == "image_classification" else max_length(folder),
         inputs={name: name for name in inputs},
     )
+    return with_pairs(spec, folder)
 
 
 def _task_of(folder: Path, head: Head, task: str | None) -> str:
@@ -201,11 +203,11 @@ def _embedding_spec(folder: Path) -> TaskSpec:
     )
 
 
-def uses_token_types(folder: Path) -> bool:
-    """Return whether the model folder is for text pairs that it separates by token types."""
+def uses_token_types(folder: Path, *, pairs: bool = False) -> bool:
+    """Return whether a model of pairs separates them by token types; `pairs`: it is one without task.json."""
     path = folder / TASK_FILE
-    pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
-    return pairs and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
+    trained = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
+    return (trained or pairs) and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
 
 
 def load_model(

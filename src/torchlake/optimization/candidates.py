@@ -134,7 +134,7 @@ def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
     """Return why the runtime cannot run this model or task here, or None."""
     try:
         refuse_unable(runtime, bench.spec.task)
-        reason = refusal(runtime, Path(bench.settings.model))
+        reason = refusal(runtime, Path(bench.settings.model), pairs=bench.spec.text_pair is not None)
     except TorchlakeError as error:
         reason = str(error)
     return None if reason is None else Stopped(verdict=f"refused: {reason}")

@@ -144,7 +144,7 @@ def optimize(
         raise UsageError(f"budget: {error}") from None
     runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
-    spec = with_columns(known_spec(folder, task), text=text, text_pair=text_pair, inputs=inputs)
+    spec = with_columns(known_spec(folder, task), folder, text=text, text_pair=text_pair, inputs=inputs)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
     drawn = draw_sample(sample, spec, label=label, rows=rows, options=read)

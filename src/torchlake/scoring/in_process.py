@@ -152,6 +152,7 @@ class Model:
 def load(
     model: str | Path,
     *,
+    text_pair: str | None = None,
     task: Any = None,
     task_options: Mapping[str, Any] | None = None,
     runtime: Runtime | None = None,
@@ -167,9 +168,10 @@ def load(
         classify(["great film", "a bore"])      # [{"label": "good", "score": 0.98, "truncated": False, ...}, ...]
         classify("great film")                  # {"label": "good", ...}
 
-    The options are those of `predict`, and so are the answers. Threads may share the model; `close()`, or a `with`
-    block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this process: score untrusted text
-    with `predict`.
+    The options are those of `predict`, and so are the answers. For a cross-encoder of others, `text_pair` names the
+    second text: `load(model, text_pair="passage")([{"text": "a query", "passage": "its answer"}])`. Threads may share
+    the model; `close()`, or a `with` block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this
+    process: score untrusted text with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
@@ -179,6 +181,7 @@ def load(
         runtime,
         generation,
         text=None,
+        text_pair=text_pair,
         task=task,
         task_options=task_options,
         all_probabilities=all_probabilities,

@@ -15,7 +15,7 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
 from torchlake.config.options import JobArguments, PredictOptions, ReadArguments
-from torchlake.config.task_spec import Columns, TaskSpec, as_columns
+from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
@@ -35,7 +35,7 @@ from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, l
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT
-from torchlake.tasks._inputs import check_columns
+from torchlake.tasks._inputs import PAIR, check_columns
 
 log = logging.getLogger(__name__)
 
@@ -85,17 +85,17 @@ def scoring_settings(
         plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     known = known_spec(folder, task, settings.pop("task_options", None))
-    spec = with_columns(known, text=text, text_pair=text_pair, inputs=inputs)
+    spec = with_columns(known, folder, text=text, text_pair=text_pair, inputs=inputs)
     spec = _with_length(folder, spec, settings.get("max_length"))
-    devices = settings.get("gpus_per_process", 1)
+    devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
     if devices > 1:
-        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
+        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
     elif runtime is None:
-        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs)
         if choice.why == "default" and recorded == REFERENCE:
             choice = replace(choice, runtime=recorded)
     else:
-        choice = requested(folder, spec.task, runtime)
+        choice = requested(folder, spec.task, runtime, pairs=pairs)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     if "embedding" in settings and spec.task != EMBEDS:
@@ -156,16 +156,23 @@ def _with_length(folder: Path, spec: TaskSpec, longest: int | None) -> TaskSpec:
 
 def with_columns(
     spec: TaskSpec,
+    folder: Path,
     *,
     text: str | Sequence[str] | None = None,
     text_pair: str | Sequence[str] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
 ) -> TaskSpec:
-    """Return the task with other columns. Raises UsageError for inputs that it does not have."""
+    """Return the task with other columns. Raises UsageError for inputs that it does not have.
+
+    A folder without task.json does not say whether its classifier reads texts or pairs, so either is possible.
+    """
     if text is not None and not spec.text:
         raise UsageError(f"text: {spec.task} reads no text; its inputs are {', '.join(spec.inputs)} (inputs=).")
     if text_pair is not None and spec.text_pair is None:
-        raise UsageError("text_pair: the model was trained on single texts.")
+        if PAIR not in plugins.load("tasks", spec.task).inputs:
+            raise UsageError(f"text_pair: {spec.task} reads no pairs of texts.")
+        if (folder / TASK_FILE).exists():
+            raise UsageError("text_pair (rank: document): the model was trained on single texts.")
     unknown = sorted((inputs or {}).keys() - spec.inputs.keys())
     if unknown:
         has = f"its other inputs are {', '.join(spec.inputs)}" if spec.inputs else "it has no other inputs"

@@ -29,7 +29,7 @@ from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.models import folders
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
-from torchlake.scoring.options import known_spec, refuse_collisions
+from torchlake.scoring.options import known_spec, refuse_collisions, with_columns
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy
@@ -42,6 +42,8 @@ SCORES = ".scores"
 "Added to the name of the output: the folder with the scores."
 SCORE, RANK = "score", "rank"
 WRITTEN = ("truncated", "error")
+NEGATIVE = ("0", "false", "LABEL_0")
+"Names of the first of two classes with which the second one is that of relevant documents."
 OWN = {
     "prefix": "whose columns are score and rank",
     "all_probabilities": "whose score is that of one class (relevant=)",
@@ -74,18 +76,19 @@ def rank(
     `query` and `document` are columns of texts (default: those of the training pairs). The output has the key (or
     `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's best document; equal scores are in the order
     of the table. The score of a regression is its number, that of two classes the probability of the class `relevant`
-    (default: the second one: 1, "true"). Rows with an `error` have neither. A frame comes back with `score` and `rank`
-    added; a stored table is written into `output`, its scores into `output` + ".scores". The other options are those of
-    `predict`.
+    (default: of 0 and 1, false and true, or classes without names, the second one). Rows with an `error` have neither.
+    A frame comes back with `score` and `rank` added; a stored table is written into `output`, its scores into `output`
+    + ".scores". The other options are those of `predict`.
 
     Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
     for name, instead in OWN.items():
         if options.get(name):
             raise UsageError(f"{name}: not for rank, {instead}.")
-    spec = known_spec(folders.model_folder(model), options.get("task"))
+    folder = folders.model_folder(model)
+    spec = with_columns(known_spec(folder, options.get("task")), folder, text_pair=document)
     score = _score_column(spec, relevant, str(model))
-    spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": document or spec.text_pair}
+    spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": spec.text_pair}
     query = query or (spec.text if isinstance(spec.text, str) else None)
     if query is None:
         raise UsageError("rank: the model's queries are several columns joined; name one column of queries (query=).")
@@ -114,14 +117,15 @@ def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
     """Return the prediction column with the score. Raises UsageError."""
     if spec.text_pair is None:
         raise UsageError(
-            f"{model}: the model was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair)."
+            f"{model}: the model was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair). "
+            "If it was not trained by torchlake, name the column of documents (document=)."
         )
     names: list[str] = plugins.load("tasks", spec.task).probability_names(spec)
     if spec.problem == "regression":
         return names[0]
     labels = [label_name(label) for label in spec.labels]
     wanted = None if relevant is None else label_name(relevant)
-    if spec.problem != "single_label" or (wanted is None and len(labels) != 2):
+    if spec.problem != "single_label" or (wanted is None and (len(labels) != 2 or labels[0] not in NEGATIVE)):
         raise UsageError(
             f"{model}: the model has the classes {', '.join(labels)}. Name the one of relevant documents (relevant=)."
         )

@@ -43,10 +43,13 @@ class RuntimeChoice:
     why: Literal["requested", "runtime.json", "default"]
 
 
-def requested(folder: Path, task: str, runtime: Any) -> RuntimeChoice:
-    """Return the requested runtime. Raises UsageError if it cannot run this task, or this model on this machine."""
+def requested(folder: Path, task: str, runtime: Any, *, pairs: bool = False) -> RuntimeChoice:
+    """Return the requested runtime. Raises UsageError if it cannot run this task, or this model on this machine.
+
+    `pairs`: whether its texts are pairs, here and below.
+    """
     refuse_unable(runtime, task)
-    reason = refusal(runtime, folder)
+    reason = refusal(runtime, folder, pairs=pairs)
     if reason is not None:
         raise UsageError(f"The runtime {runtime!r} cannot run {folder}: {reason}")
     return RuntimeChoice(runtime=runtime, why="requested")
@@ -65,12 +68,12 @@ def _unable(module: Any, task: str) -> str | None:
     return str(module.never.get(task, f"it computes {', '.join(module.tasks)} only; {REFERENCE!r} computes every task"))
 
 
-def refusal(runtime: Any, folder: Path) -> str | None:
+def refusal(runtime: Any, folder: Path, *, pairs: bool = False) -> str | None:
     """Return why the runtime cannot run the model with the installed libraries, or None."""
     if not isinstance(runtime, str) or runtime == REFERENCE:
         return None
     module = plugins.load("runtimes", runtime)
-    if not module.TOKEN_TYPES and uses_token_types(folder):
+    if not module.TOKEN_TYPES and uses_token_types(folder, pairs=pairs):
         return "it has no input for token types, which this model needs to separate the texts of a pair"
     reason: str | None = module.refusal(folder)
     return reason
@@ -83,7 +86,7 @@ def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> Runti
     return RuntimeChoice(runtime=FAST_DEFAULT if fits else REFERENCE, why="default")
 
 
-def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
+def chosen(folder: Path, task: str, device: Callable[[], str], *, pairs: bool = False) -> RuntimeChoice:
     """Return the choice of `optimize`; the default if there is none or, with a warning, if it is not valid here.
 
     `device()` returns "cpu" or "cuda", the device of this job.
@@ -93,7 +96,7 @@ def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
         return default_runtime(folder, task, device)
     try:
         value = _read(path)
-        reason = _why_not(folder, task, value, device)
+        reason = _why_not(folder, task, value, device, pairs=pairs)
     except DataError as error:
         reason = str(error)
     if reason is None:
@@ -162,7 +165,9 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable[[], str]) -> str | None:
+def _why_not(
+    folder: Path, task: str, value: Mapping[str, Any], device: Callable[[], str], *, pairs: bool
+) -> str | None:
     """Return why the recorded choice is not valid now, or None."""
     runtime = value["runtime"]
     if value["weights"] != folders.model_hash(folder):
@@ -173,7 +178,7 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
         refuse_unable(runtime, task)
     except TorchlakeError as error:
         return str(error)
-    reason = refusal(runtime, folder)
+    reason = refusal(runtime, folder, pairs=pairs)
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
     if lacks_export(folder, runtime, task) is not None:

@@ -70,6 +70,8 @@ class Task(BaseTask):
         texts = inputs["text"].to_pylist()
         if spec.text_pair is None:
             return text_features(_tokens.tokenize(processor, texts, spec.max_length))
+        if spec.prompt:
+            texts = [spec.prompt + text for text in texts]
         pairs = list(zip(texts, inputs[PAIR].to_pylist(), strict=True))
         tokens, types = _tokens.tokenize_pairs(processor, pairs, spec.max_length)
         return text_features(tokens, **{TOKEN_TYPES: Ragged(types, tokens[1])})

@@ -2,7 +2,8 @@
 
 A row has the content of a file, the path or URL of one, or Hugging Face's struct of both (`bytes`, `path`), of which
 the content counts. JPEG is decoded by simplejpeg if it is installed, several times as fast as Pillow and with the same
-pixels; everything else, and what simplejpeg refuses, by Pillow. Pixels are RGB, turned upright by their EXIF data.
+pixels; everything else, and what simplejpeg refuses, by Pillow. Pixels are RGB or gray, turned upright by their EXIF
+data. Transparency is left out. 16-bit integers and floats from 0 to 1 become 8 bits over their whole range.
 A file is at most MAX_FILE_BYTES large, and an image has at most MAX_PIXELS: a small file may claim billions.
 """
 
@@ -34,9 +35,11 @@ FETCHES = 16
 "The number of objects that are fetched at the same time."
 UPRIGHT = 1
 ORIENTATION = 0x0112
+BITS, WHITE = 0x0102, 0x0106
+"Tags of TIFF: the bits of a number, and whether it is the share of white (1) or of black (0)."
 
 Pixels = np.ndarray
-"(height, width, 3) uint8"
+"(height, width, 3 or 1) uint8"
 
 
 class BadImage(ValueError):
@@ -119,19 +122,24 @@ def read_file(path: str) -> bytes:
     return content
 
 
-def decode(content: bytes) -> Pixels:
-    """Return the pixels of an image file. Raises BadImage."""
+def decode(content: bytes, channels: int = 3) -> Pixels:
+    """Return the pixels of an image file, in RGB or gray (1 channel). Raises BadImage."""
     image_of, transpose = _pillow()
     try:
         image = image_of(io.BytesIO(content), formats=FORMATS)
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise BadImage(f"image_too_large: {width:,} x {height:,} pixels; the limit is {MAX_PIXELS:,}")
-        if image.format == "JPEG" and image.mode in ("RGB", "L") and image.getexif().get(ORIENTATION, 1) == UPRIGHT:
+        plain = image.format == "JPEG" and image.mode in ("RGB", "L") and channels == 3
+        if plain and image.getexif().get(ORIENTATION, 1) == UPRIGHT:
             pixels = _fast(content)
             if pixels is not None:
                 return pixels
-        return np.asarray(transpose(image).convert("RGB"))
+        upright = transpose(image)
+        if image.mode == "F" or image.mode.startswith("I"):
+            return np.repeat(_deep(upright, image)[..., None], channels, axis=2)
+        colors = upright.convert("RGB")
+        return np.asarray(colors) if channels == 3 else np.asarray(colors.convert("L"))[..., None]
     except BadImage:
         raise
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, ...
@@ -140,6 +148,24 @@ def decode(content: bytes) -> Pixels:
         if not content or type(error).__name__ == "UnidentifiedImageError":  # whose message has an address in memory
             said = "it has none of the formats " + ", ".join(FORMATS) if content else "it is empty"
         raise BadImage(f"{name}: {said[:200]}") from None
+
+
+def _deep(image: Any, file: Any) -> np.ndarray:
+    """Return (H, W) uint8 for one channel of integers of more than 8 bits, or of floats, which Pillow would cut at 255.
+
+    Raises BadImage for numbers whose range the file does not state: signed or 32-bit integers, other floats.
+    """
+    tags = getattr(file, "tag_v2", {})
+    top = 1.0 if image.mode == "F" else 2.0 ** tags.get(BITS, (16,))[0] - 1
+    if image.mode == "I" and file.format == "TIFF":
+        raise BadImage("unknown_range: its numbers are signed or have 32 bits; save it with 8 or 16 bits, or in color")
+    values = np.asarray(image).astype(np.float32)
+    if not ((values >= 0) & (values <= top)).all():
+        found = f"{values.min():g} to {values.max():g}"
+        raise BadImage(f"unknown_range: its numbers are {found}; they must be from 0 to {top:g}, for black and white")
+    values = top - values if tags.get(WHITE, 1) == 0 else values
+    # Cut off, as Pillow does in color, but for the rounding of floats: k / 255 is k.
+    return np.asarray(values * (255 / top) + 1e-3, dtype=np.uint8)
 
 
 def _pillow() -> tuple[Any, Any]:

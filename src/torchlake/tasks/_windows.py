@@ -159,11 +159,15 @@ def encode(
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
+    backend.no_truncation()
+    blank = " " if pretokenized and _glues_words(backend) else ""
     backend.enable_truncation(size, stride=stride, strategy=strategy, direction="right")
     lengths = np.zeros(len(texts), dtype=np.int64)
     pieces: list[tuple[np.ndarray, ...]] = []
     for first in range(0, len(texts), ROWS_AT_ONCE):
         some = texts[first : first + ROWS_AT_ONCE]
+        if blank:
+            some = [[blank + word if place and word else word for place, word in enumerate(words)] for words in some]
         for row, encoding in enumerate(backend.encode_batch(some, is_pretokenized=pretokenized), start=first):
             windows = [encoding, *encoding.overflowing]
             for place, window in enumerate(windows):
@@ -185,6 +189,18 @@ def encode(
         counts=counts,
         sequences=sequences,
     )
+
+
+def _glues_words(backend: Any) -> bool:
+    """Return whether a list of words has the tokens of its text only if the blanks are put before the words.
+
+    So do byte-level tokenizers, such as RoBERTa's, without `add_prefix_space`: a word's token has the blank before it.
+    """
+    text, words, spaced = (
+        backend.encode(each, is_pretokenized=isinstance(each, list), add_special_tokens=False).ids
+        for each in ("a a", ["a", "a"], ["a", " a"])
+    )
+    return bool(words != text and spaced == text)
 
 
 def _is_pair(window: Any) -> bool:

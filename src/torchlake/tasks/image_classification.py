@@ -11,7 +11,9 @@ BatchNorm (ResNet and other convolutional models) would make a row's output depe
 number of ranks. `_batch_norm.py` describes how this is prevented.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,24 @@ if TYPE_CHECKING:
 
 PATCH = 16 * 16
 "Pixels that cost about as much as a token of text."
-CONFIG = "preprocessor_config.json"
+CONFIG, NESTED = "preprocessor_config.json", "processor_config.json"
+"Files of image processors; the second has one with that of texts, and comes first in transformers."
+TRIED = ((40, 60), (60, 40), (7, 150))
+"Heights and widths of images that a processor has to make equally large."
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """An image processor of transformers that has been tried."""
+
+    steps: Any
+    channels: int
+    pixels: int
+    "Those of an image as the model gets it."
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write its file."""
+        self.steps.save_pretrained(folder)
 
 
 class ImageClassification(Task):
@@ -61,15 +80,17 @@ class ImageClassification(Task):
             raise ConfigError(f"model.max_length: {self.name} reads no text; remove the setting")
         return 0
 
-    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the folder's image processor of transformers, the one without torchvision."""
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Processor:
+        """Return the folder's image processor of transformers, the one without torchvision.
+
+        Raises DataError for one that returns more than pixels, or images of different sizes.
+        """
         from transformers import AutoImageProcessor
 
         assert folder is not None, "it needs a base"
         load.check_folder(folder, weights=False)
-        if not (folder / CONFIG).is_file():
-            raise DataError(f"{folder}: has no image processor ({CONFIG}). Save the model's there too.")
         _check_config(folder)
+        file = _file_of(folder)
         _images._pillow()
         try:
             with quiet():
@@ -77,9 +98,8 @@ class ImageClassification(Task):
                     folder, local_files_only=True, trust_remote_code=False, backend="pil"
                 )
         except Exception as error:
-            raise DataError(f"{folder / CONFIG}: cannot be loaded: {in_words(error)}") from error
-        _pixels_of(processor)
-        return processor
+            raise DataError(f"{file}: cannot be loaded: {in_words(error)}") from error
+        return _tried(processor, _channels(folder), file)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the types of the files, and of the flags that mark paths."""
@@ -99,7 +119,7 @@ class ImageClassification(Task):
         errors = {**unread, **errors}
         for row in (row for row in range(len(files)) if row not in errors):
             try:
-                _images.decode(contents[row])
+                _images.decode(contents[row], processor.channels)
             except _images.BadImage as error:
                 errors[row] = str(error)
         made = _features(_images.stored(contents), np.zeros_like(by_path), errors, processor)
@@ -108,7 +128,7 @@ class ImageClassification(Task):
     def collate(
         self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the pixels (B, 3, H, W) float32. Raises RowErrors for images that cannot be decoded."""
+        """Return the pixels (B, 3 or 1, H, W) float32. Raises RowErrors for images that cannot be decoded."""
         files, by_path = arrays["image"], arrays["by_path"]
         assert isinstance(files, Ragged), "files have any length"
         assert isinstance(by_path, np.ndarray), "one number for each row"
@@ -118,14 +138,14 @@ class ImageClassification(Task):
             if place in errors:
                 continue
             try:
-                image = _images.decode(content)
+                image = _images.decode(content, processor.channels)
             except _images.BadImage as error:
                 errors[place] = str(error)
                 continue
             images.append(image if seed is None else _augmented(image, seed, row, spec.options))
         if errors:
             raise RowErrors(errors)
-        return {"pixel_values": _processed(images, processor)}
+        return {"pixel_values": _processed(images, processor.steps)}
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return a trained model, in the memory format in which convolutions are faster (ResNet-50 by a sixth)."""
@@ -190,25 +210,55 @@ def _check_config(folder: Path) -> None:
                 return
 
 
-def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Any) -> Features:
-    costs = np.full(len(files), max(1, _pixels_of(processor) // PATCH), dtype=np.int64)
+def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Processor) -> Features:
+    costs = np.full(len(files), max(1, processor.pixels // PATCH), dtype=np.int64)
     arrays: dict[str, Array] = {"image": files, "by_path": by_path}
     return Features(arrays=arrays, lengths=costs, cut=np.zeros_like(costs), errors=errors)
 
 
-def _pixels_of(processor: Any) -> int:
-    """Return the number of pixels of an image as the model gets it. Raises DataError if images have different sizes."""
-    cropped = getattr(processor, "do_center_crop", False) and getattr(processor, "crop_size", None)
-    size = dict(cropped or processor.size)
-    height, width = (size.get(name) for name in ("height", "width"))
-    if height is None and type(processor).__name__.startswith("ConvNext"):  # it crops to a square
-        height = width = size.get("shortest_edge")
-    if not height or not width:
+def _file_of(folder: Path) -> Path:
+    """Return the file with the image processor. Raises DataError if there is none."""
+    nested = folder / NESTED
+    if nested.is_file() and "image_processor" in atomic_io.read_json(nested):
+        return nested
+    if not (folder / CONFIG).is_file():
+        raise DataError(f"{folder}: has no image processor ({CONFIG}). Save the model's there too.")
+    return folder / CONFIG
+
+
+def _channels(folder: Path) -> int:
+    """Return the channels of the model's images: 3 for RGB, 1 for gray. Raises DataError for another number."""
+    config = atomic_io.read_json(folder / "config.json")
+    found = config.get("num_channels", (config.get("vision_config") or {}).get("num_channels", 3))
+    if found not in (1, 3):
+        raise DataError(f"{folder / 'config.json'}: num_channels is {found}; images are read in 3 channels or in 1")
+    return int(found)
+
+
+def _tried(steps: Any, channels: int, file: Path) -> Processor:
+    """Return the processor after it has processed images of different sizes. Raises DataError.
+
+    One that does not resize gets images of its own size.
+    """
+    name, size = type(steps).__name__, dict(getattr(steps, "size", None) or {})
+    fits = getattr(steps, "do_resize", True) or getattr(steps, "do_center_crop", False)
+    sizes = TRIED if fits else [(size.get("height") or TRIED[0][0], size.get("width") or TRIED[0][1])]
+    try:
+        made = [steps(np.zeros((*each, channels), np.uint8), input_data_format="channels_last") for each in sizes]
+    except Exception as error:
+        raise DataError(f"{file}: {name} cannot process images of {channels} channels: {in_words(error)}") from error
+    others = sorted({key for each in made for key in each} ^ {"pixel_values"})
+    if others:
+        raise DataError(f"{file}: {name} returns {', '.join(others)}; torchlake computes models of pixel_values alone")
+    shapes = sorted({np.shape(each["pixel_values"][0]) for each in made})
+    if len(shapes) > 1:
         raise DataError(
-            f"the image processor {type(processor).__name__} returns images of different sizes ({size}), which do "
-            f"not fit into a batch. Set height and width in {CONFIG}."
+            f"{file}: {name} returns images of different sizes ({size}), which do not fit into a batch. Set "
+            "height and width."
         )
-    return int(height) * int(width)
+    if shapes[0][0] != channels:
+        raise DataError(f"{file}: {name} returns {shapes[0][0]} channels, but the model has num_channels {channels}")
+    return Processor(steps, channels, math.prod(shapes[0][1:]))
 
 
 def _augmented(image: np.ndarray, seed: int, row: int, options: Mapping[str, Any]) -> np.ndarray:
@@ -222,17 +272,18 @@ def _augmented(image: np.ndarray, seed: int, row: int, options: Mapping[str, Any
 
 
 def _processed(images: Sequence[np.ndarray], processor: Any) -> np.ndarray:
-    """Return images as the model's numbers (B, 3, H, W) float32."""
+    """Return images as the model's numbers (B, 3 or 1, H, W) float32."""
     from transformers.image_processing_backends import PilBackend
 
     own = {name: getattr(type(processor), name) for name in ("_preprocess", "rescale", "normalize")}
     plain = all(each is getattr(PilBackend, name, None) for name, each in own.items())
-    fused = plain and processor.do_rescale and processor.do_normalize
+    # Padding comes after both, so it has to stay there.
+    fused = plain and processor.do_rescale and processor.do_normalize and not getattr(processor, "do_pad", False)
     skip = {"do_rescale": False, "do_normalize": False} if fused else {}
     made = np.stack(processor(list(images), input_data_format="channels_last", **skip)["pixel_values"])
     if not fused:
         return np.asarray(made, dtype=np.float32)
-    mean, deviation = (np.asarray(each, np.float32) for each in (processor.image_mean, processor.image_std))
+    mean, deviation = (np.atleast_1d(np.float32(each)) for each in (processor.image_mean, processor.image_std))
     factor, shift = processor.rescale_factor / deviation, -mean / deviation
     numbers: np.ndarray = np.multiply(made, factor.astype(np.float32)[:, None, None], dtype=np.float32)
     numbers += shift[:, None, None]

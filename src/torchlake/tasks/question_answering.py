@@ -111,8 +111,13 @@ class QuestionAnswering(WindowedTask):
         made = _windows.encode(processor, pairs, size=spec.max_length, stride=stride, strategy="only_second")
         inside = made.sequences == 1
         starts, ends = np.where(inside, made.starts, -1), np.where(inside, made.ends, -1)
+        errors = long
         if spec.options["no_answer"]:
             starts[np.cumsum(made.lengths) - made.lengths] = NO_ANSWER
+        else:
+            every = np.arange(len(pairs))
+            empty = np.setdiff1d(every, np.repeat(every, made.lengths)[inside])
+            errors = dict.fromkeys(empty.tolist(), "no_tokens: the tokenizer makes no tokens of the context") | long
         arrays: dict[str, Array] = {
             INPUT_IDS: made.ragged(made.ids),
             TOKEN_TYPES: made.ragged(made.types),
@@ -120,7 +125,7 @@ class QuestionAnswering(WindowedTask):
             "ends": made.ragged(ends.astype(np.int32)),
             SOURCE: stored_texts(texts),
         }
-        return Features(arrays=arrays, lengths=made.lengths, cut=np.zeros(len(texts), dtype=np.int64), errors=long)
+        return Features(arrays=arrays, lengths=made.lengths, cut=np.zeros(len(texts), dtype=np.int64), errors=errors)
 
     def examples(
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec

@@ -19,7 +19,7 @@ from torchlake.data.features import INPUT_IDS, Array, Features
 from torchlake.errors import DataError
 from torchlake.labels import predictions
 from torchlake.models import load
-from torchlake.models.config import read_head
+from torchlake.models.config import class_names, read_head
 from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, Task, _tokens
 from torchlake.tasks._pretrained import refuse_placement
 
@@ -102,11 +102,11 @@ class ZeroShotClassification(Task):
         refuse_placement(self, options.get("placement"))
         from torchlake.tasks._entailment import Entailment
 
-        names = {index: str(name).lower() for index, name in read_head(folder).names.items()}
-        entails = next((index for index, name in names.items() if name.startswith("entail")), None)
+        names = [name.lower() for name in class_names(folder, read_head(folder).names)]
+        entails = next((index for index, name in enumerate(names) if name.startswith("entail")), None)
         if entails is None:
             raise DataError(
-                f"{folder / 'config.json'}: no class is named entailment (id2label has {', '.join(names.values())}). "
+                f"{folder / 'config.json'}: no class is named entailment (id2label has {', '.join(names)}). "
                 "Use a model for natural language inference."
             )
         contradicts = len(names) - 1 if entails == 0 else 0

@@ -44,16 +44,17 @@ def evaluation(tiny_model: Path, reviews: Path) -> Evaluation:
     return evaluate(tiny_model, reviews, engine=tiny.Here())
 
 
-def test_classes_may_differ_in_case_only(tiny_bert: Path, tmp_path: Path) -> None:
-    spec = replace(tiny.SPEC, labels=("Good", "good", "good_2"))
+def test_classes_may_differ_in_case_or_blanks_only(tiny_bert: Path, tmp_path: Path) -> None:
+    spec = replace(tiny.SPEC, labels=("Good", "good", "good_2", " good", "good "))
     model = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
-    table = tiny.reviews(30).drop_columns("label").append_column("label", pa.array([*spec.labels] * 10))
+    table = tiny.reviews(30).drop_columns("label").append_column("label", pa.array([*spec.labels] * 6))
     pq.write_table(table, tmp_path / "in.parquet")
     stored = evaluate(model, tmp_path / "in.parquet", engine=tiny.Here())
     assert stored == evaluate(model, table)
     assert sum(map(sum, stored.confusion or [])) == 30
     names = predict(model, table.select(["text"]), all_probabilities=True).column_names
-    assert [name for name in names if name.startswith("prob_")] == ["prob_Good", "prob_good_2", "prob_good_2_2"]
+    expected = ["prob_Good", "prob_good_2", "prob_good_2_2", "prob_ good_3", "prob_good _4"]
+    assert [name for name in names if name.startswith("prob_")] == expected
 
 
 def test_the_metrics_are_those_of_the_model(evaluation: Evaluation, tiny_model: Path, reviews: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 from transformers import (
@@ -27,7 +30,7 @@ from transformers import (
 import families
 import tiny
 from torchlake.atomic_io import digest
-from torchlake.config.task_spec import spec_from_json, spec_to_json
+from torchlake.config.task_spec import label_name, spec_from_json, spec_to_json
 from torchlake.errors import DataError, StorageError
 from torchlake.models import folders, load
 from torchlake.models.load import TaskSpec
@@ -48,6 +51,29 @@ def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
         assert torch.equal(tensor, theirs.state_dict()[name])
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokenizer("a good film")["input_ids"] == load.load_tokenizer(tiny_model)("a good film")["input_ids"]
+
+
+NAMES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just(["x"])
+
+
+@given(id2label=st.dictionaries(st.integers(0, 3).map(str) | st.just("x"), NAMES, min_size=2, max_size=4))
+@example(id2label={"0": False, "1": 2, "2": 1.5, "3": "x"})
+@example(id2label={"0": "a", "2": "b"})
+@example(id2label={"0": "1", "1": 1})
+@settings(max_examples=50, deadline=None)
+def test_names_of_classes_are_strings_or_refused_in_words(id2label: dict[str, Any], tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "model")
+        shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("task.json", "manifest.json"))
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, "id2label": id2label}))
+        try:
+            labels = load.load_spec(folder).labels
+        except DataError as error:
+            assert "id2label" in str(error) or "x" in id2label  # noqa: PT017
+            return
+    assert len(set(labels)) == len(id2label)
+    assert labels == tuple(label_name(id2label[str(index)]) for index in range(len(labels)))
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, tiny_bert: Path, tiny_model: Path) -> None:

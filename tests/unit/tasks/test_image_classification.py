@@ -12,8 +12,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
-from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTImageProcessorPil, ViTModel
+from PIL import Image, TiffImagePlugin
+from transformers import (
+    AutoImageProcessor,
+    ResNetConfig,
+    ResNetModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+    ViTModel,
+)
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+    get_image_processor_class_from_name,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 import task_cases
 import tiny
@@ -75,10 +88,61 @@ def test_other_formats_become_rgb(kind: str, mode: str) -> None:
     assert (pixels.shape, pixels.dtype) == ((60, 90, 3), np.uint8)
 
 
+RAMP = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+BYTES = (RAMP // 257).astype(np.uint8)
+
+
+def tiff(values: np.ndarray, **tags: Any) -> bytes:
+    """A TIFF with tags by their number, such as t262."""
+    info = TiffImagePlugin.ImageFileDirectory_v2()
+    for name, value in tags.items():
+        info[int(name[1:])] = value
+    return saved(Image.fromarray(values), "TIFF", tiffinfo=info)
+
+
+MODES = {
+    name: case
+    for name, *case in [
+        ("I;16 PNG", saved(Image.fromarray(RAMP), "PNG"), BYTES),
+        ("I PPM", saved(Image.fromarray(RAMP), "PPM"), BYTES),
+        ("I;16 TIFF", tiff(RAMP), BYTES),
+        ("I;16B TIFF", tiff(RAMP.astype(">u2")), BYTES),
+        ("white is zero", tiff(RAMP, t262=0), 255 - BYTES),
+        ("F TIFF", tiff(BYTES.astype(np.float32) / np.float32(255)), BYTES),
+        ("F PPM", saved(Image.fromarray(BYTES.astype(np.float32) / np.float32(255)), "PPM"), BYTES),
+        ("I TIFF", tiff(RAMP.astype(np.int32)), "its numbers are signed or have 32 bits"),
+        ("F beyond 1", tiff(RAMP.astype(np.float32)), "its numbers are 0 to 65472; they must be from 0 to 1"),
+        ("F not a number", tiff(np.full((2, 2), np.nan, np.float32)), "its numbers are nan to nan"),
+        ("1", saved(Image.fromarray(BYTES).convert("1"), "PNG"), np.asarray(Image.fromarray(BYTES).convert("1")) * 255),
+        ("LA", saved(Image.fromarray(BYTES).convert("LA"), "PNG"), BYTES),
+        ("P", saved(Image.fromarray(BYTES).convert("P"), "GIF"), BYTES),
+        ("PA", saved(Image.fromarray(BYTES).convert("PA"), "TIFF"), BYTES),
+        ("CMYK", saved(Image.fromarray(255 - BYTES).convert("CMYK"), "TIFF"), 255 - BYTES),
+        ("YCbCr", saved(Image.fromarray(BYTES).convert("RGB").convert("YCbCr"), "TIFF"), BYTES),
+        ("LAB", saved(Image.fromarray(BYTES).convert("RGB").convert("LAB"), "TIFF"), BYTES),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_mode_keeps_its_range_or_is_a_named_error(name: str, channels: int) -> None:
+    content, right = MODES[name]
+    if isinstance(right, str):
+        with pytest.raises(_images.BadImage, match=f"^unknown_range: {right}"):
+            _images.decode(content, channels)
+        return
+    pixels = _images.decode(content, channels)
+    assert (pixels.shape, pixels.dtype) == ((32, 32, channels), np.uint8)
+    assert np.abs(pixels.astype(int) - right[..., None]).max() <= 2  # rounding of color spaces
+
+
 def test_an_image_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[_images.ORIENTATION] = 6
     assert _images.decode(saved(photo(), "JPEG", exif=exif)).shape == (90, 60, 3)
+    deep = saved(Image.fromarray(RAMP[:20]), "PNG", exif=exif)
+    np.testing.assert_array_equal(_images.decode(deep, 1)[..., 0], np.rot90(BYTES[:20], -1))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +209,86 @@ def test_numbers_are_those_of_the_processor(tmp_path: Path) -> None:
     images = [np.asarray(photo()), np.asarray(photo(30, 40))]
     expected = np.stack(processor(images)["pixel_values"])
     np.testing.assert_allclose(_processed(images, processor), expected, atol=1e-6)
+
+
+FAMILIES = {
+    family: (IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}) for family in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+}
+PROCESSORS = {kinds.get("pil", kinds.get("torchvision", "")): family for family, kinds in FAMILIES.items() if kinds}
+SMALL = {"DonutImageProcessorPil": {"size": {"height": 64, "width": 48}}}
+REFUSED = {
+    "ImageGPTImageProcessorPil": "Clusters must be provided",
+    "Siglip2ImageProcessorPil": "returns pixel_attention_mask, spatial_shapes; torchlake computes ",
+    "Gemma3ImageProcessorPil": "returns num_crops; ",
+    "TextNetImageProcessorPil": "returns images of different sizes",
+    "TimmWrapperImageProcessor": "TimmWrapperImageProcessor. None of these classes could be imported",
+    "PPLCNetImageProcessor": "torchvision",
+}
+"What transformers' processors of image classifiers return that is not computed, or need."
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_of_transformers_is_computed_or_refused(name: str, tmp_path: Path) -> None:
+    made = get_image_processor_class_from_name(name)
+    if name in ("TimmWrapperImageProcessor", "PPLCNetImageProcessor"):
+        settings = {"image_processor_type": name, "do_resize": True}
+    else:
+        settings = made(**SMALL.get(name, {})).to_dict()
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings, default=dict))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": PROCESSORS[name], "num_channels": 3}))
+    if name in REFUSED:
+        with pytest.raises(DataError, match=REFUSED[name]):
+            task.load_processor(tmp_path, SPEC, scoring=True)
+        return
+    images = [photo(), photo(30, 40), photo(300, 200)]
+    processor = task.load_processor(tmp_path, SPEC, scoring=True)
+    column = pa.array([saved(image, "PNG") for image in images])
+    found = task.collate(task.features({"image": column}, processor, SPEC).arrays, np.arange(3), processor, SPEC)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    np.testing.assert_allclose(found["pixel_values"], np.stack(theirs(images)["pixel_values"]), atol=4e-6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("mean", [0.5, [0.4]])
+def test_a_model_of_one_channel_reads_gray(mean: Any, nested: bool, tmp_path: Path) -> None:
+    config = ViTConfig(image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.update({"num_channels": 1, "num_labels": 3, "intermediate_size": 32})
+    torch.manual_seed(0)
+    model = ViTForImageClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    theirs = ViTImageProcessorPil(size={"height": 16, "width": 16}, image_mean=mean, image_std=mean)
+    if nested:
+        values = {"image_processor": theirs.to_dict(), "processor_class": "SomeProcessor"}
+        (tmp_path / "processor_config.json").write_text(json.dumps(values, default=dict))
+    else:
+        theirs.save_pretrained(tmp_path)
+    images = [photo(), photo().convert("L"), photo().convert("RGBA")]
+    scored = tl.predict(tmp_path, pa.table({"image": [saved(one, "PNG") for one in images]}), all_probabilities=True)
+    with torch.inference_mode():
+        gray = [np.asarray(image.convert("L"))[..., None] for image in images]
+        pixels = theirs(gray, return_tensors="pt", input_data_format="channels_last")
+        right = model(**pixels).logits.softmax(-1)
+    found = np.stack([scored[f"prob_LABEL_{index}"] for index in range(3)], axis=1)
+    np.testing.assert_allclose(found, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_channels": 4}, "num_channels is 4; images are read in 3 channels or in 1"),
+        ({"num_channels": 1, "do_convert_rgb": True}, "returns 3 channels, but the model has num_channels 1"),
+        ({"image_mean": [0.5, 0.5]}, "cannot process images of 3 channels"),
+        ({"size": {"shortest_edge": 16}}, "returns images of different sizes"),
+    ],
+    ids=str,
+)
+def test_a_processor_that_does_not_fit_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny.build_vision(tmp_path)
+    for name in ("config.json", "preprocessor_config.json"):
+        values = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**values, **change}))
+    with pytest.raises(DataError, match=message):
+        task.load_processor(tmp_path, SPEC, scoring=True)
 
 
 def test_crops_and_flips_depend_on_seed_and_row_alone() -> None:

@@ -1,6 +1,7 @@
 """Token classification and question answering: labels, windows of long texts, spans and answers, metrics."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import task_cases
 import tiny
@@ -42,6 +45,9 @@ ASKED = TaskSpec(
     inputs={"question": "question", "context": "context"},
     options={**answering.options, "stride": 10},
 )
+
+
+byte_level = cache(tiny.bpe_tokenizer)
 
 
 def columns(table: pa.Table, *names: str) -> dict[str, Any]:
@@ -90,6 +96,19 @@ def test_windows_cover_a_row_and_decide_each_token_once(tiny_bert: Path) -> None
             assert made.ids[part][made.counts[part]].tolist() == expected
             sizes = [24] * ((part.stop - part.start) // 24)
             assert all(made.ids[part.start + 24 * window] == 2 for window in range(len(sizes)))  # [CLS]
+
+
+@given(words=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Z", "C"]), min_size=1), min_size=1))
+@settings(max_examples=60)
+def test_words_have_the_tokens_of_their_text(words: list[str]) -> None:
+    """Byte-level tokenizers keep the blank before a word in its token, also if the words are a list."""
+    tokenizer = byte_level()
+    text, listed = (
+        _windows.encode(tokenizer, [each], size=2_000, stride=0, pretokenized=isinstance(each, list))
+        for each in (" ".join(words), words)
+    )
+    assert listed.ids.tolist() == text.ids.tolist()
+    assert set(listed.words.tolist()) == {-1, *range(len(words))}
 
 
 def test_a_row_of_windows_is_computed_as_its_windows(tiny_bert: Path) -> None:
@@ -267,6 +286,9 @@ def test_there_may_be_no_answer(tiny_bert: Path) -> None:
     assert [(one["answer"], one["start"], one["end"]) for one in found] == [(None, None, None)] * 3
     assert answering.metrics(kept, wanted, spec)["exact_match"] == pytest.approx(1 / 3)
     assert answering.measure(pa.Table.from_pylist(found), wide["answers"].combine_chunks(), spec)["f1"] > 0
+    empty = {"question": pa.array(["good?"]), "context": pa.array(["\u200b"])}
+    assert not answering.features(empty, processor, spec).errors, "it has no answer"
+    assert answering.features(empty, processor, ASKED).errors[0].startswith("no_tokens: ")
 
 
 def test_answers_that_are_not_in_the_text_are_named(tiny_bert: Path) -> None:
