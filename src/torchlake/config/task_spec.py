@@ -22,7 +22,7 @@ WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
 "Tasks without their own problems."
 SCALE = ("mean", "deviation")
-OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions", "options")
+OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "label_separator", "inputs", "dimensions", "options")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "The default string between the texts of several columns."
@@ -53,6 +53,8 @@ class TaskSpec:
     'A template for the text of several columns, such as "{title}: {body}"; None: joined by the separator.'
     text_pair: Columns | None = None
     "Column of the second text of a pair; None: a row has one text."
+    label_separator: str | None = None
+    "What separates several labels in a string; None: a string is one label."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs, by the input's name."
     dimensions: int | None = None
@@ -144,7 +146,8 @@ def _columns(value: Any) -> Any:
 
 def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that define how inputs are made from columns. Raises DataError for an invalid one."""
-    found: dict[str, Any] = {name: value[name] for name in ("separator", "template") if value.get(name) is not None}
+    texts = ("separator", "template", "label_separator")
+    found: dict[str, Any] = {name: value[name] for name in texts if value.get(name) is not None}
     wrong = next((name for name, each in found.items() if not isinstance(each, str)), None)
     pair, inputs = _columns(value.get("text_pair")), value.get("inputs", {})
     if isinstance(inputs, dict):
