@@ -90,15 +90,15 @@ def label_warnings(found: LabelColumn) -> list[str]:
 def found_separator(found: LabelColumn) -> tuple[str, list[Label]]:
     """Return what seems to separate labels within the classes, and the classes that it separates; () if nothing does.
 
-    The labels in most of them occur in other classes, too: "good|bad" beside "good" and "bad", or "a, b" beside "b, c".
+    Most of the labels in them occur in other classes, too: "good|bad" beside "good" and "bad", or "a, b" beside "b, c".
     """
     words = [label for label in found.labels if isinstance(label, str)] if found.problem == "single_label" else []
     for mark in SEPARATORS:
         parts = {word: {part.strip() for part in word.split(mark)} - {""} for word in words}
-        several: list[Label] = [word for word in words if mark in word and len(parts[word]) > 1]
+        several: list[Label] = [word for word in words if len(parts[word]) > 1]
         often = Counter(part for each in parts.values() for part in each)
-        shared = sum(all(often[part] > 1 for part in parts[str(word)]) for word in several)
-        if several and 2 * shared > len(several):
+        shared = [often[part] > 1 for word in several for part in parts[str(word)]]
+        if 2 * sum(shared) > len(shared):
             return mark, several
     return "", []
 

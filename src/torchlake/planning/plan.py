@@ -22,7 +22,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.amounts import operations, size_in_bytes
 from torchlake.config.arguments import check_arguments
-from torchlake.config.job import Job, load_job
+from torchlake.config.job import Job
 from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.display import Shown, count, shown

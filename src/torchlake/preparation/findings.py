@@ -93,11 +93,11 @@ def row_findings(rows: CheckedRows, spec: TaskSpec, *, deduplicate: bool) -> Ite
         copies = np.flatnonzero(same != every)
         most = int(np.bincount(same[copies]).max()) + 1
         often = f" (one occurs {most:,} times)" if most > 2 else ""
-        done = "are left out" if deduplicate else "data.deduplicate: true leaves them out"
+        done = ", which are left out" if deduplicate else "; data.deduplicate: true leaves them out"
         places = [rows.names([int(same[row]), int(row)]) for row in copies[:EXAMPLES]]
         yield Finding(
             check="copies",
-            text=f"{counted(len(copies), total)} are copies of earlier rows{often}; {done}",
+            text=f"{counted(len(copies), total)} are copies of earlier rows{often}{done}",
             rows=len(copies),
             of=total,
             examples=tuple(f"{copy} of {first}" for first, copy in places),

@@ -6,7 +6,8 @@ The JSON Schema is written beside it, so that an editor can check and complete t
 """
 
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -132,7 +133,7 @@ def write_first_job(
         kind=describe_label(found),
         classes=dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
         warnings=(
-            *([f"read with data.csv: {csv}, as the file is written"] if csv else []),
+            *([f"the file is read with {_csv_flags(csv)}, in the job data.csv"] if csv else []),
             *_warnings(found, texts, pair, columns, rows=rows, sampled=sampled),
             *(finding.line for finding in findings),
         ),
@@ -153,6 +154,10 @@ def recognized_csv(source: Any, csv: Dialect) -> dict[str, str]:
         return {}
     file = find(one, is_table_file)[0].file
     return recognized(file, csv) if format_of(file) == "csv" else {}
+
+
+def _csv_flags(csv: Mapping[str, str]) -> str:
+    return " ".join(f"--csv {shlex.quote(f'{name}={value}')}" for name, value in csv.items())
 
 
 def _findings(sample: Sample, spec: TaskSpec, task: Any) -> list[Finding]:

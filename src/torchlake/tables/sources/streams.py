@@ -1,8 +1,9 @@
 """Store Arrow streams and frames as Parquet files, because a job reads its rows several times and in several processes.
 
 A stream is anything with `__arrow_c_stream__` (a DuckDB relation, an ADBC result, a pyarrow reader), a lazy frame of
-polars or a dataset of Hugging Face's `datasets`. A folder of images is stored as their paths and labels. It is read once, and one row group at a time is in memory. Row groups
-have a fixed number of rows, so that equal rows make an equal file, in whatever batches they arrive.
+polars or a dataset of Hugging Face's `datasets`. It is read once, and one row group at a time is in memory. Row groups
+have a fixed number of rows, so that equal rows make an equal file, in whatever batches they arrive. A folder of images
+is stored as their paths and labels.
 """
 
 import sys
