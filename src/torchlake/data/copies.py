@@ -26,9 +26,7 @@ def first_rows(hashes: Words) -> np.ndarray | None:
     if not len(repeated):
         return None
     del ordered
-    rows = np.concatenate(
-        [at + np.flatnonzero(_is_among(hashes[at : at + BLOCK], repeated)) for at in range(0, len(hashes), BLOCK)]
-    )
+    rows = np.flatnonzero(is_shared(hashes, repeated))
     _, first, group = np.unique(hashes[rows], return_index=True, return_inverse=True)
     found = np.arange(len(hashes))
     found[rows] = rows[first[group]]
@@ -37,11 +35,10 @@ def first_rows(hashes: Words) -> np.ndarray | None:
 
 def is_shared(hashes: Words, others: Words) -> np.ndarray:
     """Return (N,) bool: which of the hashes are among `others`."""
-    ordered = np.unique(others)
-    return np.concatenate(
-        [np.zeros(0, bool)]
-        + [_is_among(hashes[at : at + BLOCK], ordered) for at in range(0, len(hashes), BLOCK) if len(ordered)]
-    )
+    ordered, found = np.unique(others), np.zeros(len(hashes), bool)
+    for at in range(0, len(hashes), BLOCK) if len(ordered) else ():
+        found[at : at + BLOCK] = _is_among(hashes[at : at + BLOCK], ordered)
+    return found
 
 
 def divide(job: Job, classes: np.ndarray | None, hashes: Words) -> Division:

@@ -168,28 +168,19 @@ def _validation_counts(sizes: np.ndarray, most: np.ndarray, fraction: float, tot
 
 
 def _first_of_each(classes: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Mark inputs of each class in `classes` (N,), as (N,) bool: the first with `counts` (C,) rows in all.
+    """Mark inputs of each class in `classes` (N,), as (N,) bool: the first ones, until they have `counts` (C,) rows.
 
-    `sizes` (N,) are the rows of each input. Inputs that do not fit are skipped, and single rows take their places; a
-    class without any input that fits has its smallest one.
+    `sizes` (N,) are the rows of each input. Inputs with more rows than `counts` are skipped; of a class with no others,
+    the smallest one is marked.
     """
     by_class = np.argsort(classes, kind="stable")
     own, size = classes[by_class], sizes[by_class]
-    starts = np.searchsorted(own, np.arange(len(counts) + 1))
-
-    def running(amounts: np.ndarray) -> np.ndarray:
-        """Return the sums up to each place within its class."""
-        sums = np.concatenate([[0], np.cumsum(amounts)])
-        return sums[1:] - sums[starts[own]]
-
-    fits = size <= counts[own]
-    chosen = fits & (running(np.where(fits, size, 0)) <= counts[own])
-    left = counts - np.bincount(own, np.where(chosen, size, 0), minlength=len(counts)).astype(np.int64)
-    single = (size == 1) & ~chosen
-    chosen |= single & (running(single) <= left[own])
+    starts = np.searchsorted(own, np.arange(len(counts)))
+    fitting = np.where(size <= counts[own], size, 0)
+    sums = np.concatenate([[0], np.cumsum(fitting)])
+    chosen = (fitting > 0) & (sums[:-1] - sums[starts[own]] < counts[own])
     without = (counts > 0) & ~np.isin(np.arange(len(counts)), own[chosen])
-    smallest = np.lexsort((np.arange(len(own)), size, own))[starts[:-1][without]]
-    chosen[smallest] = True
+    chosen[np.lexsort((size, own))[starts[without]]] = True
     found = np.zeros(len(classes), dtype=bool)
     found[by_class] = chosen
     return found

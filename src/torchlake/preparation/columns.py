@@ -96,10 +96,10 @@ class Sample(NamedTuple):
         """Return the row ids of some rows of the sample."""
         ends = np.cumsum([chunk.rows for chunk in self.chunks])
         found = [
-            (self.chunks[place], row) for row, place in zip(rows, np.searchsorted(ends, rows, "right"), strict=True)
+            (self.chunks[at], row - int(ends[at]))
+            for row, at in zip(rows, np.searchsorted(ends, rows, "right"), strict=True)
         ]
-        firsts = {id(chunk): int(end) - chunk.rows for chunk, end in zip(self.chunks, ends, strict=True)}
-        return [f"{chunk.name}:{chunk.number(row - firsts[id(chunk)])}" for chunk, row in found]
+        return [f"{chunk.name}:{chunk.number(row + chunk.rows)}" for chunk, row in found]
 
 
 def survey_columns(table: Table, task: Any) -> Sample:
@@ -210,10 +210,10 @@ def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Surveyed:
     distinct = 0 if pa.types.is_nested(values.type) else pc.count_distinct(values).as_py()
     may_be_key = not has_words and (is_text or pa.types.is_integer(values.type))
     is_key = may_be_key and not empty and 1 < distinct == len(values)
-    least = KEY_SHARE if KEY_NAME.search(name) else UNNAMED_KEY_SHARE if is_text else 1.0
+    least, known = KEY_SHARE if KEY_NAME.search(name) else UNNAMED_KEY_SHARE if is_text else 1.0, values.drop_null()
     repeated: dict[Any, int] = {}
-    if may_be_key and least * (len(values) - values.null_count) <= distinct < len(values) - values.null_count:
-        counts = pc.value_counts(values.drop_null())
+    if may_be_key and least * len(known) <= distinct < len(known):
+        counts = pc.value_counts(known)
         often = counts.filter(pc.greater(counts.field("counts"), 1))
         repeated = dict(zip(often.field("values").to_pylist(), often.field("counts").to_pylist(), strict=True))
     return Surveyed(

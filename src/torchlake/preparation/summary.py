@@ -62,12 +62,12 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
     if len(prepared) > 1:
         others, other, more = _read(prepared[1], spec)
         reasons, validation = reasons + more, len(others)
-        findings += both_sides(table.take(training), other)
+        findings += both_sides(table, training, other, np.arange(validation))
     elif held_out is not None:
-        findings += both_sides(table.take(training), table.take(held_out))
+        findings += both_sides(table, training, table, held_out)
     truncated = read_commit(prepared[0])["provenance"]["truncated"]
-    if truncated["rows"]:
-        findings.append(_cut(truncated))
+    if cut := truncated["rows"]:
+        findings.append(Finding("truncated", describe_truncation(truncated), cut, truncated["of_rows"]))
     tokens = lengths[training]
     median, often = np.quantile(tokens, [0.5, 0.95], method="higher") if len(tokens) else (0, 0)
     facts: dict[str, Any] = {
@@ -88,7 +88,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
             findings += small_for_folds(_class_rows(targets, spec), share.folds)
     elif spec.mean is not None:
         facts |= {"mean": spec.mean, "deviation": spec.deviation}
-    facts["findings"] = [{**asdict(one), "examples": list(one.examples)} for one in findings]
+    facts["findings"] = [asdict(one) for one in findings]
     return facts
 
 
@@ -117,11 +117,6 @@ def findings_of(facts: Mapping[str, Any]) -> tuple[Finding, ...]:
     return tuple(Finding(**{**one, "examples": tuple(one["examples"])}) for one in facts["findings"])
 
 
-def _cut(truncated: Mapping[str, int]) -> Finding:
-    text, of = describe_truncation(truncated), truncated["of_rows"]
-    return Finding(check="truncated", text=text, rows=truncated["rows"], of=of)
-
-
 def _class_rows(targets: np.ndarray, spec: TaskSpec) -> dict[str, int]:
     counts = targets.sum(axis=0) if targets.ndim == 2 else np.bincount(targets, minlength=len(spec.labels))
     return {label_name(label): int(rows) for label, rows in zip(spec.labels, counts, strict=True)}
@@ -146,7 +141,7 @@ def describe_classes(classes: Mapping[str, int], rows: int) -> str:
 
 def _read(prepared: Path, spec: TaskSpec) -> tuple[np.ndarray, CheckedRows, Counter[str]]:
     """Return lengths (N,) of the rows that can be trained on, what is checked of them, and why others cannot."""
-    pieces: list[pa.Table] = []
+    pieces, targets = list[pa.Table](), list[np.ndarray]()
     reasons: Counter[str] = Counter()
     for path in committed_files(prepared):
         with pq.ParquetFile(path) as file:
@@ -156,7 +151,9 @@ def _read(prepared: Path, spec: TaskSpec) -> tuple[np.ndarray, CheckedRows, Coun
                 names.remove("target")
             table = file.read(columns=names)
         reasons += count_reasons(table["error"].drop_null())
-        pieces.append(table.filter(pc.is_null(table["error"])).drop_columns("error"))
+        pieces.append(table.filter(pc.is_null(table["error"])).select(["length", HASHES, *MARKS]))
+        if "target" in names:
+            targets.append(numbers_of(table["target"].filter(pc.is_null(table["error"])).combine_chunks()))
     task = plugins.load("tasks", spec.task)
     if not pieces:
         pieces = [pa.schema([pa.field("length", pa.int32()), *check_fields(task, spec)]).empty_table()]
@@ -166,7 +163,7 @@ def _read(prepared: Path, spec: TaskSpec) -> tuple[np.ndarray, CheckedRows, Coun
         columns=hashed_columns(task, spec),
         hashes=np.asarray(hashes.flatten()).reshape(len(whole), -1),
         **{name: np.asarray(whole[name]) for name in MARKS},
-        targets=numbers_of(whole["target"].combine_chunks()) if "target" in whole.column_names else None,
+        targets=np.concatenate(targets) if targets else None,
         names=partial(_row_ids, prepared, np.cumsum([len(piece) for piece in pieces])),
     )
     return np.asarray(whole["length"]), checked, reasons
