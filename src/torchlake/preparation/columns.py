@@ -81,7 +81,7 @@ class Surveyed:
         return 0.0 if self.lengths is None or not len(self.lengths) else float(self.lengths.mean())
 
 
-class Sample(NamedTuple):
+class SampledRows(NamedTuple):
     """The rows of a table that are looked at."""
 
     columns: list[Surveyed]
@@ -102,11 +102,11 @@ class Sample(NamedTuple):
         return [f"{chunk.name}:{chunk.number(row + chunk.rows)}" for chunk, row in found]
 
 
-def survey_columns(table: Table, task: Any) -> Sample:
+def survey_columns(table: Table, task: Any) -> SampledRows:
     """Return a sample of the table, and what its columns hold."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
     values, plan = sample_rows(table, names)
-    return Sample([_survey(name, values[name], task) for name in names], plan.rows, values, sampled_chunks(plan))
+    return SampledRows([_survey(name, values[name], task) for name in names], plan.rows, values, sampled_chunks(plan))
 
 
 def choose_text(table: Table, columns: Sequence[Surveyed], given: str | None) -> Surveyed:

@@ -138,7 +138,7 @@ def _copies(rows: CheckedRows, same: np.ndarray, *, deduplicate: bool) -> Findin
 
 
 def _conflicts(rows: CheckedRows, first: np.ndarray, others: np.ndarray, spec: TaskSpec) -> Finding:
-    """Return the rows whose inputs have several labels; those in `others` have another one than the `first`."""
+    """Return the rows whose inputs have several labels; those in `others` differ from the `first`."""
     number = int(np.isin(first, np.unique(first[others])).sum())
 
     def labeled(some: np.ndarray) -> Iterator[str]:

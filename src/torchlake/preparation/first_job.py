@@ -24,7 +24,14 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import UsageError
 from torchlake.labels.column import found_separator, label_warnings, read_labels
-from torchlake.preparation.columns import Sample, Surveyed, choose_label, choose_texts, describe_label, survey_columns
+from torchlake.preparation.columns import (
+    SampledRows,
+    Surveyed,
+    choose_label,
+    choose_texts,
+    describe_label,
+    survey_columns,
+)
 from torchlake.preparation.findings import (
     CheckedRows,
     Finding,
@@ -160,7 +167,7 @@ def _csv_flags(csv: Mapping[str, str]) -> str:
     return " ".join(f"--csv {shlex.quote(f'{name}={value}')}" for name, value in csv.items())
 
 
-def _findings(sample: Sample, spec: TaskSpec, task: Any) -> list[Finding]:
+def _findings(sample: SampledRows, spec: TaskSpec, task: Any) -> list[Finding]:
     """Return what the data checks find in the sample."""
     findings, total = [*similar_classes(spec.labels)], len(sample.values)
     for one in sample.columns:

@@ -4,7 +4,7 @@
     markup   whether most of its text is markup
     leak     whether its text contains its class as a word
 
-An image is hashed by its content, not by its path. Cost: about 1 microsecond for a text of 100 bytes.
+An image is hashed by its content, not by its path. Cost: about 1 microsecond for 100 bytes of text.
 """
 
 import re
@@ -98,7 +98,7 @@ def _hashes(task: Any, spec: TaskSpec, table: pa.Table, features: Features | Non
 
 
 def _is_mostly_markup(texts: pa.Array) -> np.ndarray:
-    """Return (N,) bool: whether more than half of a text is tags and character references."""
+    """Return (N,) bool: whether text is more than half tags and character references."""
     found = np.zeros(len(texts), bool)
     rows = np.flatnonzero(np.asarray(pc.match_substring(texts, "<")))
     if len(rows):
@@ -109,7 +109,7 @@ def _is_mostly_markup(texts: pa.Array) -> np.ndarray:
 
 
 def _has_label(texts: list[pa.Array], targets: pa.Array | None, count: int, spec: TaskSpec) -> np.ndarray:
-    """Return (N,) bool: whether a text contains the row's class, or one of its classes, as a word in any case."""
+    """Return (N,) bool: whether text contains the row's class, or one of its classes, as a word in any case."""
     found = np.zeros(count, bool)
     if targets is None or not texts or not count or spec.problem not in ("single_label", "multi_label"):
         return found

@@ -232,7 +232,7 @@ def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool],
         else:
             found[real] = file
     for what, some in (
-        ("by their names they are other files", left),
+        ("their names are not those of table files", left),
         ("links to files that are read anyway", linked),
     ):
         if some and found:
