@@ -122,11 +122,10 @@ def write_first_job(
     asked = {name: value for name, value in options.asked.items() if name != "seed"}
     data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **second, **asked)
     read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
-    drafted = TaskSpec(
-        task=TASK, problem="single_label", labels=(), text=texts.name, label=labels.name, max_length=0, **second
-    )
+    drafted = TaskSpec(task=TASK, problem="single_label", labels=(), text=texts.name, label=labels.name, max_length=0)
     found = read_labels(data.model_copy(update={"train": read_now}), drafted, task, options)
-    findings = _findings(sample, replace(drafted, problem=found.problem, labels=found.labels), task)
+    spec = replace(drafted, problem=found.problem, labels=found.labels, text_pair=data.text_pair)
+    findings = _findings(sample, spec, task)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,
