@@ -165,6 +165,7 @@ OF_MODELS = {
 def results() -> list[Any]:
     """The classes of what the functions return."""
     from torchlake.evaluation.evaluate import Evaluation
+    from torchlake.preparation.findings import Finding
     from torchlake.jobs.map import Mapped
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
@@ -173,4 +174,4 @@ def results() -> list[Any]:
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Finding, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchlake.optimization.optimize import Optimized, optimize
     from torchlake.outputs.find import open
     from torchlake.planning.plan import Plan, plan
+    from torchlake.preparation.findings import Finding
     from torchlake.reporting.doctor import Diagnosis, doctor
     from torchlake.reporting.report import report
     from torchlake.scoring.batches import for_each_batch
@@ -48,6 +49,7 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Finding",
     "Folds",
     "Job",
     "Local",
@@ -91,6 +93,7 @@ _MODULES = {
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
+    "Finding": "preparation.findings",
     "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",

@@ -5,6 +5,9 @@ escaped. The HTML has no style but the alignment of cells, so that it follows th
 """
 
 import html
+import re
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +20,11 @@ Class = TypeVar("Class", bound=type)
 WIDTH = 110
 LINES = 20
 HTML_CELL = 300
+WIDEST = 80
+"Columns of running text."
+QUOTED = re.compile(r"(?<!\w)('[^']*'|\"[^\"]*\")(?!\w)")
+BLANK = "\0"
+"Stands for a blank at which a line may not be broken."
 
 
 def shown(cls: Class) -> Class:
@@ -42,6 +50,18 @@ def grid(rows: Table, left: Sequence[int] = (0,)) -> list[str]:
         for row in rows
     )
     return ["  ".join(row).rstrip() for row in aligned]
+
+
+def wrapped(lines: Sequence[str]) -> list[str]:
+    """Return the lines, broken between words to fit the terminal and at most 80 columns; continued lines are
+    indented.
+
+    A name in quotes stays whole, so that its blanks can be seen.
+    """
+    width = min(shutil.get_terminal_size().columns, WIDEST) - 1
+    whole = (QUOTED.sub(lambda quoted: quoted[0].replace(" ", BLANK), line) for line in lines)
+    fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in whole)
+    return [piece.replace(BLANK, " ") for pieces in fitted for piece in pieces or [""]]
 
 
 def _as_text(self: Any) -> str:

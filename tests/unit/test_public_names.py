@@ -13,6 +13,7 @@ PUBLIC = {
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Finding",
     "Folds",
     "Job",
     "Local",

@@ -21,11 +21,10 @@ from torchlake.cli.display import (
     metric_lines,
     metric_values,
     plain,
-    wrapped,
 )
 from torchlake.cli.engine import engine_of_job
 from torchlake.cli.lines import STDIN, lines_as_table, predict_lines
-from torchlake.display import grid
+from torchlake.display import grid, wrapped
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
 from torchlake.redaction import redacted
 
@@ -98,6 +97,7 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, folds: int
         "steps": done.steps,
         "seconds": done.seconds,
         "metrics": done.metrics,
+        "findings": plain(done.findings),
     }
     head = (
         f"{done.path}: already complete, nothing was trained" if done.complete else f"trained in {done.seconds:,.1f} s"

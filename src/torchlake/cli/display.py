@@ -1,20 +1,11 @@
 """What a command returns, and how its values become lines of text or strict JSON."""
 
 import math
-import re
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torchlake.display import grid
-
-WIDEST = 80
-"Columns of running text."
-QUOTED = re.compile(r"(?<!\w)('[^']*'|\"[^\"]*\")(?!\w)")
-BLANK = "\0"
-"Stands for a blank at which a line may not be broken."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +15,6 @@ class Outcome:
     values: Mapping[str, Any]
     lines: Sequence[str]
     exit_code: int = 0
-
-
-def wrapped(lines: Sequence[str]) -> list[str]:
-    """Return the lines, broken between words to fit the terminal and at most 80 columns; continued lines are
-    indented.
-
-    A name in quotes stays whole, so that its blanks can be seen.
-    """
-    width = min(shutil.get_terminal_size().columns, WIDEST) - 1
-    whole = (QUOTED.sub(lambda quoted: quoted[0].replace(" ", BLANK), line) for line in lines)
-    fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in whole)
-    return [piece.replace(BLANK, " ") for pieces in fitted for piece in pieces or [""]]
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:

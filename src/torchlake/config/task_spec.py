@@ -24,7 +24,7 @@ CLOSED = ("text_classification", "text_generation")
 SCALE = ("mean", "deviation")
 ACTIVATIONS = ("Sigmoid", "Tanh", "ReLU", "SiLU", "Softplus", "LogSigmoid")
 "Functions after the outputs of a cross-encoder, by their names in torch.nn."
-TEXTS = ("separator", "template", "prompt")
+TEXTS = ("separator", "template", "label_separator", "prompt")
 OPTIONAL_FIELDS = (*SCALE, *TEXTS, "text_pair", "inputs", "dimensions", "activation", "options")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
@@ -56,6 +56,8 @@ class TaskSpec:
     'A template for the text of several columns, such as "{title}: {body}"; None: joined by the separator.'
     text_pair: Columns | None = None
     "Column of the second text of a pair; None: a row has one text."
+    label_separator: str | None = None
+    "What separates several labels in a string; None: a string is one label."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs, by the input's name."
     dimensions: int | None = None

@@ -27,6 +27,9 @@ from torchlake.tables.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
 
 FORMAT = 2
+HASHES = "hashes"
+MARKS = ("markup", "leak")
+"Columns of token Parquet that only the data checks read."
 BATCH_ROWS = 16384
 
 
@@ -42,6 +45,8 @@ class TokenTable:
     "The other model inputs."
     sizes: np.ndarray | None = None
     "(N,) int32, what each row costs in a batch; None: its tokens."
+    hashes: np.ndarray | None = None
+    "(N, C + 1) uint64, the hashes of each row's input columns and of its target; None for packed rows."
 
     def __len__(self) -> int:
         return len(self.tokens if self.sizes is None else self.sizes)  # type: ignore[arg-type]
@@ -92,9 +97,11 @@ def open_tokens(cache: Path) -> TokenTable:
         )
     arrays = {name: _open_array(cache / name, about["rows"], column) for name, column in about["columns"].items()}
     sizes, targets, tokens = arrays.pop("length"), arrays.pop("target", None), arrays.pop(INPUT_IDS, None)
+    hashes = arrays.pop(HASHES)
     assert isinstance(sizes, np.ndarray), "one number per row"
+    assert isinstance(hashes, np.ndarray), "as many numbers per row"
     assert tokens is None or isinstance(tokens, Ragged), "rows of any length"
-    return TokenTable(tokens, targets, arrays, sizes)
+    return TokenTable(tokens, targets, arrays, sizes, hashes)
 
 
 def _open_array(folder: Path, rows: int, column: Mapping[str, Any]) -> Array:
@@ -137,7 +144,7 @@ def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                names = [name for name in file.schema_arrow.names if name not in ("row_id", "cut")]
+                names = [name for name in file.schema_arrow.names if name not in ("row_id", "cut", *MARKS)]
                 for batch in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
                     good = batch.filter(batch.column("error").is_null()) if count_failed(batch) else batch
                     if len(good):

@@ -54,11 +54,15 @@ def shuffled(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
     return np.asarray(rows[_permutation(rng, len(rows))])
 
 
-def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def split(
+    rows: int, fraction: float, seed: int, classes: np.ndarray | None = None, first: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Split row numbers 0 to `rows` - 1 into (training rows, validation rows), each sorted and not empty.
 
     With `classes` (rows,) int64 the split is stratified: a class with two or more rows has rows on both sides, as far
-    as there are enough validation rows, larger classes first. A class with one row is trained on. Raises DataError when
+    as there are enough validation rows, larger classes first. A class with one row is trained on. `first` (rows,)
+    int64 is the first row with the same input (None: all differ): such rows stay on one side, and count as of one
+    class, that of the first; only if all rows have the same input, they are split like others. Raises DataError when
     there are fewer than two rows.
     """
     if rows < 2:
@@ -68,55 +72,89 @@ def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = No
         )
     shuffled = _permutation(np.random.Philox(key=np.array([seed, SPLIT_STREAM], dtype=np.uint64)), rows)
     validation = min(max(1, round(rows * fraction)), rows - 1)
-    if classes is not None:
-        sizes = np.bincount(classes)
-        if (sizes > 1).any():
-            held_out = _first_of_each(classes[shuffled], sizes, _validation_counts(sizes, fraction, validation))
-            return np.sort(shuffled[~held_out]), np.sort(shuffled[held_out])
-    return np.sort(shuffled[validation:]), np.sort(shuffled[:validation])
+    if first is None and classes is None:
+        return np.sort(shuffled[validation:]), np.sort(shuffled[:validation])
+    copies = np.ones(rows, np.int64) if first is None else np.bincount(first, minlength=rows)
+    inputs = shuffled[copies[shuffled] > 0]  # each input at its first row
+    if len(inputs) < 2:
+        return split(rows, fraction, seed, classes)
+    sizes, of = copies[inputs], np.zeros(len(inputs), np.int64) if classes is None else classes[inputs]
+    most = _rows_beside_one_input(of, sizes)
+    if not most.any():
+        of = np.zeros_like(of)
+        most = _rows_beside_one_input(of, sizes)
+    totals = np.bincount(of, sizes).astype(np.int64)
+    held_out = np.zeros(rows, bool)
+    held_out[inputs[_first_of_each(of, sizes, _validation_counts(totals, most, fraction, validation))]] = True
+    held_out = held_out if first is None else held_out[first]
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def fold(
-    rows: int, number: int, folds: int, seed: int, classes: np.ndarray | None = None
+    rows: int,
+    number: int,
+    folds: int,
+    seed: int,
+    classes: np.ndarray | None = None,
+    first: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return row numbers 0 to `rows` - 1 without those of fold `number`, and those of the fold, each sorted.
 
     `number` counts from 1. Every row is in one fold, and folds differ by at most one row; with `classes` (rows,) int64
-    also in the rows of each class. Raises DataError if there are fewer rows than folds.
+    also in the rows of each class. Rows with the same `first` (see `split`) are in one fold, unless there are fewer
+    inputs than folds; folds then differ by more. Raises DataError if there are fewer rows than folds.
     """
     if rows < folds:
         raise DataError(
             f"folds: {folds} folds need at least {folds} rows, but the training table has {rows}; use fewer folds"
         )
     dealt = _permutation(np.random.Philox(key=np.array([seed, SPLIT_STREAM], dtype=np.uint64)), rows)
+    copies = None if first is None else np.bincount(first, minlength=rows)
+    if copies is not None and np.count_nonzero(copies) >= folds:
+        dealt = dealt[copies[dealt] > 0]
+        dealt = dealt[np.argsort(-copies[dealt], kind="stable")]
+    else:
+        first = None
     if classes is not None:
         dealt = dealt[np.argsort(classes[dealt], kind="stable")]
     held_out = np.zeros(rows, dtype=bool)
     held_out[dealt[number - 1 :: folds]] = True
+    held_out = held_out if first is None else held_out[first]
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def hold_out(
-    rows: int, share: Fraction | Fold, seed: int, classes: np.ndarray | None = None
+    rows: int,
+    share: Fraction | Fold,
+    seed: int,
+    classes: np.ndarray | None = None,
+    first: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the training rows and the validation rows of a table, as `data.validation` says.
 
     Raises the errors of `split` and `fold`.
     """
     if isinstance(share, Fold):
-        return fold(rows, share.fold, share.folds, seed, classes)
-    return split(rows, share.fraction, seed, classes)
+        return fold(rows, share.fold, share.folds, seed, classes, first)
+    return split(rows, share.fraction, seed, classes, first)
 
 
-def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
-    """Return how many validation rows each class has, (C,), from the classes' sizes (C,).
+def _rows_beside_one_input(classes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return how many rows of each class, (C,), can be held out at most: all but those of its most frequent input."""
+    largest = np.zeros(int(classes.max()) + 1, np.int64)
+    np.maximum.at(largest, classes, sizes)
+    most: np.ndarray = np.bincount(classes, sizes).astype(np.int64) - largest
+    return most
 
-    There are `total` in all, unless too few classes have two rows.
+
+def _validation_counts(sizes: np.ndarray, most: np.ndarray, fraction: float, total: int) -> np.ndarray:
+    """Return how many validation rows each class has, (C,), from the classes' sizes and most validation rows (C,).
+
+    There are `total` in all, unless too few classes have two inputs.
 
     Each class has its fraction rounded down, at least one row and never all; missing rows go to the classes furthest
     below their fraction. If there are too many, classes with more than one row lose rows first.
     """
-    most = np.maximum(sizes - 1, 0)
     total = min(total, int(most.sum()))
     exact = sizes * fraction
     counts = np.clip(np.floor(exact).astype(np.int64), np.minimum(1, most), most)
@@ -130,13 +168,22 @@ def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.nda
 
 
 def _first_of_each(classes: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Mark the first `counts` (C,) rows of each class in `classes` (N,), as (N,) bool; `sizes` (C,) are the totals."""
+    """Mark inputs of each class in `classes` (N,), as (N,) bool: the first ones, until they have `counts` (C,) rows.
+
+    `sizes` (N,) are the rows of each input. Inputs with more rows than `counts` are skipped; of a class with no others,
+    the smallest one is marked.
+    """
     by_class = np.argsort(classes, kind="stable")
-    starts = np.cumsum(sizes) - sizes
-    place = np.arange(len(classes)) - np.repeat(starts, sizes)
-    chosen = np.zeros(len(classes), dtype=bool)
-    chosen[by_class] = place < np.repeat(counts, sizes)
-    return chosen
+    own, size = classes[by_class], sizes[by_class]
+    starts = np.searchsorted(own, np.arange(len(counts)))
+    fitting = np.where(size <= counts[own], size, 0)
+    sums = np.concatenate([[0], np.cumsum(fitting)])
+    chosen = (fitting > 0) & (sums[:-1] - sums[starts[own]] < counts[own])
+    without = (counts > 0) & ~np.isin(np.arange(len(counts)), own[chosen])
+    chosen[np.lexsort((size, own))[starts[without]]] = True
+    found = np.zeros(len(classes), dtype=bool)
+    found[by_class] = chosen
+    return found
 
 
 def _permutation(rng: np.random.Philox, count: int) -> np.ndarray:

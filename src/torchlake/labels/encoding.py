@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.labels.values import LISTS, as_numbers, kind_of, to_plain_array
+from torchlake.labels.values import LISTS, as_numbers, kind_of, split_labels, to_plain_array
 from torchlake.tables.arrays import from_numpy, from_strings
 
 
@@ -25,7 +25,7 @@ def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
 
     Raises DataError naming unknown labels and their number of rows.
     """
-    array = to_plain_array(array)
+    array = split_labels(to_plain_array(array), spec.label_separator)
     if len(array) == array.null_count:
         return pa.nulls(len(array), target_type(spec))
     if spec.problem == "regression":
@@ -50,7 +50,7 @@ def bad_labels(array: pa.Array, spec: TaskSpec) -> dict[int, str]:
     Bisects, over distinct labels if they are comparable; one pass if all are valid. Raises DataError for a type that
     cannot hold such labels.
     """
-    array = to_plain_array(array)
+    array = split_labels(to_plain_array(array), spec.label_separator)
     nested = pa.types.is_nested(array.type)
     if nested != (spec.problem == "multi_label") and not pa.types.is_null(array.type):
         encode_labels(array, spec)

@@ -68,6 +68,23 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     return array
 
 
+def split_labels(labels: pa.Array | pa.ChunkedArray, separator: str | None) -> pa.Array | pa.ChunkedArray:
+    """Return strings as lists of the labels between separators, without the blanks around them; nulls are kept.
+
+    A string of separators alone is a row without labels. Other types, and all of them without a separator, stay.
+    """
+    if separator is None or not is_text(labels.type):
+        return labels
+    plain = to_plain_array(labels)
+    lists = pc.split_pattern(plain, separator)
+    members = pc.utf8_trim_whitespace(lists.flatten())
+    named = np.asarray(pc.not_equal(members, ""))
+    ends = np.cumsum(np.asarray(lists.value_lengths().fill_null(0)))
+    places = np.concatenate([[0], np.cumsum(named)])[np.concatenate([[0], ends])].astype(np.int32)
+    kept = members.filter(pa.array(named))
+    return pa.ListArray.from_arrays(pa.array(places), kept, mask=plain.is_null() if plain.null_count else None)
+
+
 def is_missing(labels: pa.Array) -> pa.BooleanArray:
     """Return (N,) bool: which labels are null, or the empty string, as an empty cell of a CSV file is read."""
     missing = pc.is_null(labels)

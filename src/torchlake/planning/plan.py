@@ -22,7 +22,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.amounts import operations, size_in_bytes
 from torchlake.config.arguments import check_arguments
-from torchlake.config.job import Job, load_job
+from torchlake.config.job import Job
 from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.display import Shown, count, shown
@@ -38,7 +38,7 @@ from torchlake.planning.workload import Padding, Workload
 from torchlake.preparation.checks import check_metric, check_tables
 from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
-from torchlake.runs.folder import frames_to_paths
+from torchlake.runs.folder import load_with_frames
 from torchlake.tables.sources import streams
 from torchlake.tasks import Task
 
@@ -189,8 +189,7 @@ def plan(
     flops_s = None if flops is None else operations(flops, "flops")
     overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
-        frames, stored = frames_to_paths(sections, Path(folder))
-        wanted = load_job(job, overrides, **stored)
+        frames, wanted = load_with_frames(job, overrides, sections, Path(folder))
         for path, frame in frames.items():
             streams.store(frame, path)
         check_metric(wanted)

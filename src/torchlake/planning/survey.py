@@ -25,7 +25,7 @@ from torchlake.data.bins import pack_whole
 from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
-from torchlake.labels.values import is_missing
+from torchlake.labels.values import is_missing, split_labels
 from torchlake.models.config import image_tokens
 from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
@@ -316,20 +316,20 @@ def _widths(module: "nn.Module") -> tuple[int, int] | None:
 
 def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bool, source: str) -> LabelColumn:
     """Read the label column from the sample or, if that does not suffice, from the whole table as training does."""
-    column = job.data.label
+    column, separator = job.data.label, job.data.label_separator
     find = partial(
         plugins.load("tasks", job.model.task).find_labels,
         problem=job.data.problem,
         drop_bad=job.data.bad_rows == "drop",
     )
     try:
-        found: LabelColumn = find(iter([pool[column]]))
+        found: LabelColumn = find(iter([split_labels(pool[column], separator)]))
     except DataError as error:
         if whole:
             raise DataError(f"{source}, column {column!r}: {error}") from error
         reader = ChunkReader((column,))
         try:
-            found = find(reader.read(chunk)[0][column] for chunk in chunks)
+            found = find(split_labels(reader.read(chunk)[0][column], separator) for chunk in chunks)
         except DataError as of_all:
             raise DataError(f"{source}, column {column!r}: {of_all}") from of_all
         finally:

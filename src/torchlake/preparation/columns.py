@@ -7,9 +7,10 @@
 The rules for labels are those of training. A guess that is not clear is an error that lists the choices.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,8 @@ from torchlake.config.task_spec import LabelColumn
 from torchlake.errors import DataError, UsageError
 from torchlake.labels.column import check_classes
 from torchlake.tables.arrays import is_blank, is_text, string_column
-from torchlake.tables.chunks import sample_rows
+from torchlake.tables.chunks import sample_rows, sampled_chunks
+from torchlake.tables.plan import Chunk
 from torchlake.tables.table import Table, missing_column
 
 TEXT, LABEL = (DataConfig.model_fields[name].default for name in ("text", "label"))
@@ -41,6 +43,9 @@ PAIRS = (
     ("text_a", "text_b"),
 )
 "Usual names of the two columns of pairs of texts. Other columns are never guessed to be a pair."
+KEY_NAME = re.compile(r"(?:^|[^A-Za-z])(?i:id|key|uuid|guid)$|[a-z](?:Id|ID|Key|Uuid|UUID)$")
+KEY_SHARE, UNNAMED_KEY_SHARE = 0.5, 0.95
+"The least share of values that differ in a column that seems to identify rows, with and without such a name."
 MUCH_LONGER = 2.0
 "A text column without the usual name must be this many times as long as the others."
 # A letter, a space and more; or a letter of a script without spaces: Thai, kana, Chinese.
@@ -59,6 +64,10 @@ class Surveyed:
     "Whether most of the strings have several words."
     empty: int
     "Rows that are null or blank."
+    distinct: int
+    "Its number of values that are not null; 0 for lists."
+    repeated: Mapping[Any, int]
+    "If it seems to identify rows, the values that several rows have, with their number."
     is_key: bool
     "Whether each row has another value: a whole number, or a string of one word."
     label: LabelColumn | None
@@ -72,11 +81,32 @@ class Surveyed:
         return 0.0 if self.lengths is None or not len(self.lengths) else float(self.lengths.mean())
 
 
-def survey_columns(table: Table, task: Any) -> tuple[list[Surveyed], int, int]:
-    """Return the columns that can be text or label, the rows of the table, and how many of them were read."""
+class SampledRows(NamedTuple):
+    """The rows of a table that are looked at."""
+
+    columns: list[Surveyed]
+    "Those that can be text or label."
+    rows: int
+    "The rows of the table."
+    values: pa.Table
+    "The columns of the rows in the sample."
+    chunks: list[Chunk]
+
+    def names(self, rows: Sequence[int]) -> list[str]:
+        """Return the row ids of some rows of the sample."""
+        ends = np.cumsum([chunk.rows for chunk in self.chunks])
+        found = [
+            (self.chunks[at], row - int(ends[at]))
+            for row, at in zip(rows, np.searchsorted(ends, rows, "right"), strict=True)
+        ]
+        return [f"{chunk.name}:{chunk.number(row + chunk.rows)}" for chunk, row in found]
+
+
+def survey_columns(table: Table, task: Any) -> SampledRows:
+    """Return a sample of the table, and what its columns hold."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
-    sample, plan = sample_rows(table, names)
-    return [_survey(name, sample[name], task) for name in names], plan.rows, len(sample)
+    values, plan = sample_rows(table, names)
+    return SampledRows([_survey(name, values[name], task) for name in names], plan.rows, values, sampled_chunks(plan))
 
 
 def choose_text(table: Table, columns: Sequence[Surveyed], given: str | None) -> Surveyed:
@@ -177,14 +207,23 @@ def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Surveyed:
         check_classes(label)
     except DataError as error:
         label, refusal = None, str(error)
-    distinct = pc.count_distinct(values).as_py() if is_text or pa.types.is_integer(values.type) else 0
-    is_key = not has_words and not empty and 1 < distinct == len(values)
+    distinct = 0 if pa.types.is_nested(values.type) else pc.count_distinct(values).as_py()
+    may_be_key = not has_words and (is_text or pa.types.is_integer(values.type))
+    is_key = may_be_key and not empty and 1 < distinct == len(values)
+    least, known = KEY_SHARE if KEY_NAME.search(name) else UNNAMED_KEY_SHARE if is_text else 1.0, values.drop_null()
+    repeated: dict[Any, int] = {}
+    if may_be_key and least * len(known) <= distinct < len(known):
+        counts = pc.value_counts(known)
+        often = counts.filter(pc.greater(counts.field("counts"), 1))
+        repeated = dict(zip(often.field("values").to_pylist(), often.field("counts").to_pylist(), strict=True))
     return Surveyed(
         name=name,
         type=values.type,
         lengths=lengths,
         has_words=has_words,
         empty=empty,
+        distinct=distinct,
+        repeated=repeated,
         is_key=is_key,
         label=label,
         refusal=refusal,

@@ -6,8 +6,9 @@ The JSON Schema is written beside it, so that an editor can check and complete t
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,14 +22,35 @@ from torchlake.config.schema import job_schema
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
-from torchlake.errors import TableError, UsageError
-from torchlake.labels.column import label_warnings, read_labels
-from torchlake.preparation.columns import Surveyed, choose_label, choose_texts, describe_label, survey_columns
+from torchlake.errors import UsageError
+from torchlake.labels.column import found_separator, label_warnings, read_labels
+from torchlake.preparation.columns import (
+    SampledRows,
+    Surveyed,
+    choose_label,
+    choose_texts,
+    describe_label,
+    survey_columns,
+)
+from torchlake.preparation.findings import (
+    CheckedRows,
+    Finding,
+    constant_column,
+    repeated_ids,
+    row_findings,
+    similar_classes,
+)
+from torchlake.preparation.row_checks import hashed_columns, numbers_of, row_checks, usable_rows
 from torchlake.preparation.summary import describe_classes
+from torchlake.tables.arrays import from_numpy
+from torchlake.tables.formats.layout import format_of, is_table_file
+from torchlake.tables.formats.sniffing import recognized
+from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.record import local_output
-from torchlake.tables.sources._find import pinned
+from torchlake.tables.sources._find import pinned, source_of
 from torchlake.tables.sources._options import read_options
-from torchlake.tables.table import delimiter_hint, open_table
+from torchlake.tables.sources.files import find
+from torchlake.tables.table import open_table
 
 TASK = "text_classification"
 MODEL = "roberta-base"
@@ -60,6 +82,9 @@ class FirstJob:
     classes: dict[str, int]
     "Rows of each class, the largest first; empty for regression."
     warnings: tuple[str, ...]
+    "What a user should know or change, the findings among it."
+    findings: tuple[Finding, ...]
+    "What the data checks found in the rows whose texts were read."
 
 
 def write_first_job(
@@ -81,11 +106,13 @@ def write_first_job(
     or the file exists, TableError for a table that cannot be read, DataError for a label column that cannot be learned.
     """
     path = local_output(output)
-    options, version = read_options(read), pinned(table)
+    version = pinned(table)
+    csv = recognized_csv(version, read_options(read).csv)
+    read = {**read, "csv": {**(read.get("csv") or {}), **csv}}
+    options = read_options(read)
     source, task = open_table(version, options=options), plugins.load("tasks", TASK)
-    if hint := delimiter_hint(source.schema.names):
-        raise TableError(f"{source.source}: there is one column, {source.schema.names[0]!r}.{hint}")
-    columns, rows, sampled = survey_columns(source, task)
+    sample = survey_columns(source, task)
+    columns, rows, sampled = sample.columns, sample.rows, len(sample.values)
     texts, pair = choose_texts(source, columns, text, text_pair)
     second = {} if pair is None else {"text_pair": pair.name}
     labels = choose_label(source, columns, {texts.name, *second.values()}, label)
@@ -97,6 +124,8 @@ def write_first_job(
     read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
     drafted = TaskSpec(task=TASK, problem="single_label", labels=(), text=texts.name, label=labels.name, max_length=0)
     found = read_labels(data.model_copy(update={"train": read_now}), drafted, task, options)
+    spec = replace(drafted, problem=found.problem, labels=found.labels, text_pair=data.text_pair)
+    findings = _findings(sample, spec, task)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,
@@ -109,7 +138,12 @@ def write_first_job(
         label=labels.name,
         kind=describe_label(found),
         classes=dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
-        warnings=tuple(_warnings(found, texts, pair, columns, rows=rows, sampled=sampled)),
+        warnings=(
+            *([f"the file is read with {_csv_flags(csv)}, in the job data.csv"] if csv else []),
+            *_warnings(found, texts, pair, columns, rows=rows, sampled=sampled),
+            *(finding.line for finding in findings),
+        ),
+        findings=tuple(findings),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_io.write_json(done.schema, job_schema(), site="init.schema")
@@ -117,6 +151,38 @@ def write_first_job(
     atomic_io.write_bytes(path, content.encode(), site="init.job")
     load_job(path)
     return done
+
+
+def recognized_csv(source: Any, csv: Dialect) -> dict[str, str]:
+    """Return how the CSV files of a table are written, where that is not by default or as given."""
+    one = source[0] if isinstance(source, list | tuple) else source
+    if source_of(one) is not None:
+        return {}
+    file = find(one, is_table_file)[0].file
+    return recognized(file, csv) if format_of(file) == "csv" else {}
+
+
+def _csv_flags(csv: Mapping[str, str]) -> str:
+    return " ".join(f"--csv {shlex.quote(f'{name}={value}')}" for name, value in csv.items())
+
+
+def _findings(sample: SampledRows, spec: TaskSpec, task: Any) -> list[Finding]:
+    """Return what the data checks find in the sample."""
+    findings, total = [*similar_classes(spec.labels)], len(sample.values)
+    for one in sample.columns:
+        if one.name != spec.label and one.repeated:
+            findings.append(repeated_ids(one.name, one.repeated, total))
+        if one.name not in spec.columns and one.distinct == 1 < total and not one.empty:
+            findings.append(constant_column(one.name, total))
+    rows, inputs, labels, _ = usable_rows(task, sample.values, {}, spec, bad_rows="drop")
+    targets = task.encode_labels(labels, spec)
+    checked = CheckedRows(
+        columns=hashed_columns(task, spec),
+        **row_checks(task, spec, sample.values.take(from_numpy(rows)), inputs, targets),
+        targets=numbers_of(targets),
+        names=lambda some: sample.names([int(rows[row]) for row in some]),
+    )
+    return [*findings, *row_findings(checked, spec, deduplicate=False)]
 
 
 def _warnings(
@@ -170,6 +236,8 @@ def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, 
         problem = f"  # {_comment(note)}\n  problem: {done.kind.partition(',')[0]}\n"
     elif numbers:
         problem = "  # To predict a number instead of a class:\n  # problem: regression\n"
+    elif mark := found_separator(found)[0]:
+        problem = f"  # If a cell may hold several labels:\n  # label_separator: {_scalar(mark)}\n"
     return f"""\
 # yaml-language-server: $schema={SCHEMA}
 # The line above lets an editor check and complete this file. All settings: torchlake schema

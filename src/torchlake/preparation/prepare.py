@@ -29,10 +29,10 @@ from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import table_job, workspace_of
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk
-from torchlake.labels.values import is_missing
 from torchlake.models import folders, load
 from torchlake.outputs.find import folder_output
 from torchlake.outputs.transaction import Transaction
+from torchlake.preparation.row_checks import check_fields, row_checks, usable_rows
 from torchlake.preparation.summary import describe_truncation
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import from_numpy
@@ -44,7 +44,7 @@ from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table
 from torchlake.tasks._inputs import PROMPT, check_columns
-from torchlake.tasks._null_rows import read_inputs, rows_of
+from torchlake.tasks._null_rows import rows_of
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def prepare(
 
     Columns: `row_id` string, the task's features (of texts `input_ids` list<int32>, with ~id, below zero, for a token
     that is read but not learned), `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the
-    label, if it has labels), `error` string, null for rows that can be trained on. The record's provenance counts
+    label, if it has labels), those of `row_checks.py` and `error` string, null for rows that can be trained on. The
+    record's provenance counts
     `truncated` rows and tokens; above 5 % of rows a warning is logged.
 
     Raises TableError if the texts of a task that packs are neither strings nor conversations, UsageError for
@@ -128,7 +129,7 @@ class _Preparing:
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "format": 1,
+            "format": 2,
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
             "spec": atomic_io.digest(spec_to_json(self.spec)),
             "bad_rows": self.bad_rows,
@@ -166,6 +167,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
             pa.field("length", pa.int32()),
             pa.field("cut", pa.int32()),
             *([pa.field("target", task.target_type(spec))] if spec.label is not None else []),
+            *check_fields(task, spec),
             pa.field("error", pa.string()),
         ]
     )
@@ -295,6 +297,8 @@ class TrainingRows:
     "(M,) int64, the positions of these rows."
     features: Features
     targets: pa.Array | None
+    checks: dict[str, np.ndarray]
+    "What the data checks need of these rows."
     errors: dict[int, str]
     "{position: reason} for the other rows."
 
@@ -310,6 +314,10 @@ class TrainingRows:
         taken = {name: array.take(place) for name, array in made.items()}
         for name in ("length", "cut"):
             taken[name] = pc.fill_null(taken[name], 0)
+        for name, values in self.checks.items():
+            whole = np.zeros((count, *values.shape[1:]), values.dtype)
+            whole[self.rows] = values
+            taken[name] = to_arrow(whole, schema.field(name).type)
         taken["error"] = pa.array([self.errors.get(row) for row in range(count)], pa.string())
         return pa.table([taken[name] for name in schema.names], schema=schema)
 
@@ -321,26 +329,12 @@ def make_examples(
 
     With `bad_rows="error"` nothing is made if any row has an error. Raises DataError for labels of the wrong type.
     """
-    inputs, errors = read_inputs(table, task.inputs, spec, unreadable)
-    labels = None if spec.label is None else _plain_labels(table[spec.label], errors)
-    if labels is not None and bad_rows == "drop":
-        for row, reason in task.bad_labels(labels, spec).items():
-            errors.setdefault(row, reason)
-    refused = bool(errors) and bad_rows == "error"
-    rows = np.array([row for row in range(len(table)) if row not in errors and not refused], dtype=np.int64)
-    wanted = None if labels is None else labels.take(from_numpy(rows))
-    features, targets = task.examples(rows_of(inputs, rows), wanted, processor, spec)
+    rows, inputs, wanted, errors = usable_rows(task, table, unreadable, spec, bad_rows=bad_rows)
+    features, targets = task.examples(inputs, wanted, processor, spec)
     if features.errors:
         errors |= {int(rows[row]): reason for row, reason in features.errors.items()}
         good = np.setdiff1d(np.arange(len(rows)), list(features.errors))
-        rows, features = rows[good], features.take(good)
+        rows, features, inputs = rows[good], features.take(good), rows_of(inputs, good)
         targets = None if targets is None else targets.take(from_numpy(good))
-    return TrainingRows(rows=rows, features=features, targets=targets, errors=errors)
-
-
-def _plain_labels(column: pa.ChunkedArray, errors: dict[int, str]) -> pa.Array:
-    """Return the labels as one array; rows without one are `null_label` in `errors`, unless they have another error."""
-    labels = column.combine_chunks()
-    for row in pc.indices_nonzero(is_missing(labels)).to_pylist():
-        errors.setdefault(row, "null_label")
-    return labels
+    checks = row_checks(task, spec, table.take(from_numpy(rows)), inputs, targets, features)
+    return TrainingRows(rows=rows, features=features, targets=targets, checks=checks, errors=errors)

@@ -61,6 +61,7 @@ def draft_spec(job: Job) -> TaskSpec:
     ignored = {
         "data.label": not labeled and data.label != defaults["label"].default,
         "data.problem": not labeled and data.problem is not None,
+        "data.label_separator": data.label_separator is not None and "multi_label" not in task.default_metric,
         "data.learn": not task.packs and data.learn != "all",
         "data.text": "text" not in task.inputs and data.text != defaults["text"].default,
         "data.text_pair": PAIR not in task.inputs and data.text_pair is not None,
@@ -71,6 +72,7 @@ def draft_spec(job: Job) -> TaskSpec:
     reasons = {
         "data.label": f"learns the text itself and reads no label{unless}",
         "data.problem": f"learns the text itself and reads no label{unless}",
+        "data.label_separator": "reads no several classes per row",
         "data.learn": "learns labels, not the turns of a conversation",
         "data.text": "reads no text",
         "data.text_pair": "reads no pairs of texts",
@@ -98,6 +100,7 @@ def draft_spec(job: Job) -> TaskSpec:
         separator=data.separator,
         template=data.template,
         text_pair=data.text_pair,
+        label_separator=data.label_separator,
         inputs={
             name: data.inputs.get(name, name) for name in others if name in data.inputs or name not in task.optional
         },

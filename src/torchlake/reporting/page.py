@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from torchlake.metrics import DIRECTIONS
+from torchlake.preparation.findings import Finding
 
 VALIDATIONS_SHOWN = 20
 # A chart's size in SVG units: about the width of a phone, so that text stays readable there.
@@ -40,6 +41,7 @@ def render(facts: Mapping[str, Any]) -> str:
         ("full", "Curves", *(("curves", curves) if facts["losses"] else ("lines", ["No step yet."]))),
         ("", f"Validation of the best model{best}", "rows", metrics),
         ("", "Data", "rows", facts["data"]),
+        ("full", "Data checks", "lines", [Finding(**one).line for one in facts["findings"]]),
         ("full", "Validations", "grid", validation[-VALIDATIONS_SHOWN:]),
         ("", "Model", "rows", _given(facts["model"])),
         *_of_job(job),

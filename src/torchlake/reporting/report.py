@@ -96,6 +96,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "metrics": best["metrics"] if best else result.get("metrics", {}),
             "best_step": best["step"] if best else None,
             "data": {**_data(steps), **_summary(folder)},
+            "findings": _findings(folder),
             "job": job.model_dump(mode="json"),
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
@@ -143,9 +144,16 @@ def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Return the data summary that training wrote; runs of earlier versions have none."""
+    """Return the data summary; nothing before the table is prepared."""
     path = folder / summary.FILE
     return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
+
+
+def _findings(folder: Path) -> list[dict[str, Any]]:
+    """Return what the data checks found; nothing before the table is prepared."""
+    path = folder / summary.FILE
+    found: list[dict[str, Any]] = atomic_io.read_json(path)["findings"] if path.is_file() else []
+    return found
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:

@@ -55,6 +55,8 @@ class DataSection(TypedDict, total=False):
     where: str | None
     sample: float | None
     limit: int | None
+    label_separator: str | None
+    deduplicate: bool
     bad_rows: Literal["error", "drop"]
 
 

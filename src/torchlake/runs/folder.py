@@ -10,7 +10,7 @@ mix the steps of two jobs.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,18 @@ def finished(folder: Path) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = atomic_io.read_json(folder / RESULT)
     return result
+
+
+def load_with_frames(
+    job: str | Path | Job | None, overrides: Sequence[str], sections: Mapping[str, Any], folder: Path, **engine: Any
+) -> tuple[dict[Path, Any], Job]:
+    """Return the tables that are stored in the run folder first, by their paths there, and the job with these paths:
+    frames and streams in the sections, and folders of images.
+    """
+    frames, stored = frames_to_paths(sections, folder)
+    wanted = load_job(job, overrides, **stored, **engine)
+    images, stored = frames_to_paths({"data": stored_tables(wanted)}, folder)
+    return frames | images, load_job(wanted, **stored) if images else wanted
 
 
 def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[Path, Any], dict[str, Any]]:

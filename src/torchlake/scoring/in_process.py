@@ -69,13 +69,13 @@ class Model:
     @overload
     def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
     @overload
-    def __call__(self, texts: Iterable[Text] | Frame) -> list[Answer]: ...
-    def __call__(self, texts: str | Iterable[Text] | Frame) -> Answer | list[Answer]:
+    def __call__(self, texts: Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> list[Answer]: ...
+    def __call__(self, texts: str | Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> Answer | list[Answer]:
         """Return one answer for each text, in their order; for a single string its answer.
 
         For a model that reads several columns, a row is a mapping with their names. A pandas, polars or pyarrow frame
-        has the columns that `predict` reads. Input that cannot be scored (None, NaN, empty, invalid Unicode) has an
-        `error`, like a row of a table. Raises UsageError for values of another form, such as a mapping of columns, and
+        has the columns that `predict` reads, and so does a mapping of lists. Input that cannot be scored (None, NaN,
+        empty, invalid Unicode) has an `error`, like a row of a table. Raises UsageError for values of another form, and
         TableError for a frame without the model's columns.
         """
         if isinstance(texts, str):
@@ -267,18 +267,28 @@ def _rows(values: Any) -> list[Any]:
     Raises UsageError for values without rows, or without an order.
     """
     name = type(values).__name__
+    if isinstance(values, Mapping):
+        return _records(values)
     if engine_of(values) is not None or hasattr(type(values), "columns"):
         raise UsageError(f"A loaded model takes a pandas, polars or pyarrow frame, not this {name}; use predict.")
     convert = next((m for m in ("to_pylist", "to_list", "tolist") if hasattr(values, m)), None)
     values = values if convert is None else getattr(values, convert)()
-    if isinstance(values, Mapping):
-        raise UsageError(
-            f"A {name} is neither a list of texts nor a frame. Give a list of rows, model([{{'text': 'great film'}}]), "
-            "or columns as a frame, model(pandas.DataFrame(...))."
-        )
     if isinstance(values, str | bytes | bytearray | set | frozenset) or not isinstance(values, Iterable):
         raise UsageError(f"A loaded model takes a string, a list of rows or a frame, not {name}.")
     return [_or_none(value) for value in values]
+
+
+def _records(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of columns by name. Raises UsageError for single values, and for columns of other lengths."""
+    single = [name for name, one in columns.items() if isinstance(one, str | Mapping) or not isinstance(one, Iterable)]
+    lists = {name: _rows(one) for name, one in columns.items() if not single}
+    if single or len({len(one) for one in lists.values()}) != 1:
+        found = f"{single[0]!r} is one value" if single else f"they have {sorted(map(len, lists.values()))} values"
+        raise UsageError(
+            f"A mapping is read as columns with a value for each row, model({{'text': ['great film', 'a bore']}}), but "
+            f"{found}. Give one row as a list, model([{{'text': 'great film'}}])."
+        )
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
 
 
 def _or_none(value: Any) -> Any:

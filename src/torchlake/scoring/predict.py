@@ -44,6 +44,7 @@ from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema, with_ranges
 from torchlake.tables.plan import Chunk
+from torchlake.tables.sources.files import is_image_folder
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import Table
@@ -187,6 +188,7 @@ def predict(
     """
     scoring, generation, output_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
+    key = "image" if key is None and is_image_folder(table) else key
     place = None if native is not None or output is None else output_of(output, output_options.target)
     settings, spec, choice = scoring_settings(
         model,

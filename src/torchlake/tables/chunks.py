@@ -24,7 +24,7 @@ from torchlake.storage.versions import Version, block_id, hashed_blocks, joined_
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.formats.scanning import ranges_of, scan_range
-from torchlake.tables.plan import ChunkPlan, InputFile, Split, new_chunk
+from torchlake.tables.plan import Chunk, ChunkPlan, InputFile, Split, new_chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
@@ -257,11 +257,15 @@ SAMPLED_CHUNKS = 32
 def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, ChunkPlan]:
     """Return the columns of at most 32,768 rows in the table's order, all of a smaller table, and the plan."""
     plan = plan_chunks(table, columns=columns, chunk_rows=SAMPLED_CHUNK_ROWS, hashed=False)
-    reader = ChunkReader(columns)
-    picked = [plan.chunks[place] for place in evenly_spaced(len(plan.chunks), min(len(plan.chunks), SAMPLED_CHUNKS))]
+    reader, picked = ChunkReader(columns), sampled_chunks(plan)
     rows = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
     reader.close()
     return rows, plan
+
+
+def sampled_chunks(plan: ChunkPlan) -> list[Chunk]:
+    """Return the chunks of the rows in a sample."""
+    return [plan.chunks[place] for place in evenly_spaced(len(plan.chunks), min(len(plan.chunks), SAMPLED_CHUNKS))]
 
 
 def evenly_spaced(rows: int, wanted: int) -> np.ndarray:

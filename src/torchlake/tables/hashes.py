@@ -3,7 +3,7 @@
 A fixed-width value is one or more 64-bit words, a string the words of its bytes; one word is its own hash, several are
 mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that
 distinguish them. Every process gets the same hashes. Cost: 3 to 20 ns per value; strings longer than 256 bytes are
-hashed one by one.
+hashed one by one. `column_hashes` also takes nulls and nested values.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ Words = npt.NDArray[np.uint64]
 
 LONG = 256
 "Strings with more bytes are hashed one by one, by BLAKE2."
+NULL = np.uint64(0x9E3779B97F4A7C15)
+"The hash of a null."
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
 "Masks by the number of a word's bytes that belong to the string."
 _DAY_MS = 86_400_000
@@ -32,12 +34,38 @@ def hashes(values: pa.Array) -> Words:
     found = _stored(values)
     if isinstance(found, pa.Array):
         return _hash_bytes(found)
-    if found.shape[1] == 1:
-        return found[:, 0]
-    state = np.zeros(len(found), np.uint64)
-    for column in found.T:
+    return found[:, 0] if found.shape[1] == 1 else combined(found)
+
+
+def combined(columns: Words) -> Words:
+    """Return one hash for each row of (N, C) hashes."""
+    state = np.zeros(len(columns), np.uint64)
+    for column in columns.T:
         state = mixed(state ^ column)
     return state
+
+
+def column_hashes(column: pa.Array) -> Words:
+    """Return the hash of each value of a column of storage types, nulls, lists and structs included."""
+    kind, types = column.type, pa.types
+    if types.is_map(kind):
+        column = pa.array([list(map(repr, value or ())) for value in column.to_pylist()], pa.list_(pa.string()))
+        kind = column.type
+    valid = np.asarray(column.is_valid())
+    if types.is_list(kind) or types.is_large_list(kind):
+        lengths = np.asarray(column.value_lengths().fill_null(0), np.int64)
+        ends = np.cumsum(lengths)
+        place = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+        values = mixed(column_hashes(column.flatten()) ^ mixed(place.astype(np.uint64)))
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+        found = mixed((sums[ends] - sums[ends - lengths]) ^ lengths.astype(np.uint64))
+    elif types.is_struct(kind):
+        found = combined(np.column_stack([np.zeros(len(column), np.uint64), *map(column_hashes, column.flatten())]))
+    else:
+        found = np.zeros(len(column), np.uint64)
+        found[valid] = hashes(column.drop_null())
+    found[~valid] = NULL
+    return found
 
 
 def identities(values: pa.Array) -> list[bytes]:
@@ -79,16 +107,17 @@ def _hash_bytes(values: pa.Array) -> Words:
         return np.zeros(0, np.uint64)
     offsets = np.frombuffer(places, np.int64 if wide else np.int32)[values.offset : values.offset + len(values) + 1]
     first, last = int(offsets[0]), int(offsets[-1])
-    padded = np.zeros(last - first + 8, np.uint8)
-    if last > first:
-        padded[:-8] = np.frombuffer(content, np.uint8)[first:last]
+    raw = np.frombuffer(content, np.uint8)[first:last] if last > first else np.zeros(0, np.uint8)
     starts, lengths = offsets[:-1].astype(np.int64) - first, np.diff(offsets).astype(np.int64)
     state = lengths.astype(np.uint64)
     for row in np.flatnonzero(lengths > LONG):
-        text = padded[starts[row] : starts[row] + lengths[row]].tobytes()
+        text = raw[starts[row] : starts[row] + lengths[row]].data
         state[row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one starting at each byte
     rows = np.flatnonzero((lengths > 0) & (lengths <= LONG))
+    padded = np.zeros(len(raw) * bool(len(rows)) + 8, np.uint8)  # images, all of them long, are not copied
+    if len(rows):
+        padded[:-8] = raw
+    every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one starting at each byte
     at = 0
     while len(rows):
         left = lengths[rows] - at

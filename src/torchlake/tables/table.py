@@ -152,13 +152,18 @@ DELIMITERS = (";", "\t", "|")
 def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
     """Return the error for a missing column, with the nearest name and all names."""
     close = get_close_matches(name, schema.names, n=1, cutoff=0.5)
-    hint = delimiter_hint(schema.names) or (f" Did you mean {close[0]!r}?" if close else "")
+    hint = delimiter_hint(schema.names, name) or (f" Did you mean {close[0]!r}?" if close else "")
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
 
 
-def delimiter_hint(names: Sequence[str]) -> str:
-    """Return what to do about a CSV file whose header was read as one name, such as id;text;label; else nothing."""
-    found = [mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]]
+def delimiter_hint(names: Sequence[str], wanted: str) -> str:
+    """Return what to do about a CSV file whose header has several names in one, such as id;text;label; else nothing."""
+    header = ",".join(names)
+    found = [
+        mark
+        for mark in DELIMITERS
+        if mark in header and (len(names) == 1 or wanted in [one.strip('" ') for one in header.split(mark)])
+    ]
     if not found:
         return ""
     shell, yaml = ("delimiter=$'\\t'", "\\t") if found[0] == "\t" else (f"'delimiter={found[0]}'", found[0])

@@ -77,8 +77,7 @@ def train_folds(
     if run == run_folder.AUTO:
         raise UsageError("--run auto cannot be used with folds. Name a folder for the runs.")
     folder = local_output(run_folder.find(job, run))
-    frames, stored = run_folder.frames_to_paths(sections, folder)
-    wanted = load_job(job, overrides, **stored, **named_engine(engine))
+    frames, wanted = run_folder.load_with_frames(job, overrides, sections, folder, **named_engine(engine))
     _refuse_ignored(wanted)
     check_metric(wanted)
     with lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder)):

@@ -21,6 +21,7 @@ from torchlake import distributed, plugins
 from torchlake.config.job import Job
 from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
+from torchlake.data.copies import divide
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
 from torchlake.runs.metrics_log import OnStep
@@ -79,18 +80,14 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
             loading.build_cache(folder, cache)
     distributed.barrier(group, "waiting for the token cache")
     tables = [loading.open_tokens(cache) for cache in caches]
-    every = [np.arange(len(table)) for table in tables]
     spec = settings.spec
-    if len(tables) == 2:
-        return Rows(tables[0], every[0]), pack_rows(Rows(tables[1], every[1]), spec)
-    share = settings.job.data.validation
-    if share is None:
-        return Rows(tables[0], every[0]), None
-    assert not isinstance(share, str | tuple), "a validation table has its own folder"
-    classes = tables[0].targets if spec.problem == "single_label" else None
+    classes, hashes = tables[0].targets if spec.problem == "single_label" else None, tables[0].hashes
     assert classes is None or isinstance(classes, np.ndarray), "one class for each row"
-    kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)
-    return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
+    assert hashes is not None, "prepared with the rows"
+    kept, held_out = divide(settings.job, classes, hashes)
+    if len(tables) == 2:
+        return Rows(tables[0], kept), pack_rows(Rows(tables[1], np.arange(len(tables[1]))), spec)
+    return Rows(tables[0], kept), None if held_out is None else pack_rows(Rows(tables[0], held_out), spec)
 
 
 def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:

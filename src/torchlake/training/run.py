@@ -16,9 +16,9 @@ from typing import Any
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
-from torchlake.config.job import Job, load_job
+from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.display import Shown, count, shown
+from torchlake.display import Shown, count, shown, wrapped
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
 from torchlake.errors import ConfigError, DataError, FingerprintError, OutputError, TableError
 from torchlake.models.folders import base_folder, model_hash
@@ -26,6 +26,7 @@ from torchlake.optim import optimizers
 from torchlake.outputs.find import folder_output
 from torchlake.preparation import summary
 from torchlake.preparation.checks import check_metric, check_tables, unknown_metric
+from torchlake.preparation.findings import Finding
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
 from torchlake.reporting import tracking
@@ -62,6 +63,8 @@ class Run:
     "The metrics of the best validation; without validation, the last step's loss."
     complete: bool
     "Whether the run was finished before this call."
+    findings: tuple[Finding, ...] = ()
+    "What the data checks found."
 
     def _shown(self) -> Shown:
         done = "complete before" if self.complete else f"{count(self.steps, 'step')} in {self.seconds:,.1f} s"
@@ -80,8 +83,7 @@ def train_run(
     """Train `job` in the folder `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
     for folder in run_folder.candidates(job, run):
-        frames, stored = run_folder.frames_to_paths(sections, folder)
-        wanted = load_job(job, overrides, **stored, **named_engine(engine))
+        frames, wanted = run_folder.load_with_frames(job, overrides, sections, folder, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
     _check_libraries(wanted)
@@ -222,6 +224,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
         seconds=time.monotonic() - began,
         metrics=result["metrics"],
         complete=complete,
+        findings=summary.findings_of(atomic_io.read_json(folder / summary.FILE)),
     )
 
 
@@ -268,6 +271,8 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
     atomic_io.write_json(folder / summary.FILE, facts, site="run.data")
     for line in summary.summary_lines(facts):
         log.info("%s", line)
+    for finding in summary.findings_of(facts):
+        log.warning("%s", "\n".join(wrapped([f"data: {finding.line}"])))
 
 
 def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:

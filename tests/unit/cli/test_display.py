@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchlake.cli.display import wrapped
+from torchlake.display import wrapped
 
 LINE = "warning: 17 of 17 classes are rare (' delivery' 3, \"it's late\" 2, 'a very long name of a class' 1); it's so"
 

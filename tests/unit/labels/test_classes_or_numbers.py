@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import tiny
 from torchlake.errors import DataError
 from torchlake.labels.classes_or_numbers import NUMBER
+from torchlake.labels.column import found_separator, label_warnings
+from torchlake.labels.values import split_labels
 from torchlake.tasks import ColumnOptions
 from torchlake.tasks.text_classification import task
 
@@ -300,3 +302,44 @@ def test_a_predicted_number_is_in_the_units_of_the_labels() -> None:
     assert task.answers(np.array([[0.0], [-2.0]], np.float32), spec).tolist() == [[1000.0], [900.0]]
     logits, targets = torch.tensor([[0.5], [0.0]]), torch.tensor([1050.0, 1000.0])
     assert float(task.loss_sum(logits, targets, spec)) == pytest.approx(0.25)
+
+
+CELLS = st.lists(st.one_of(st.none(), st.text("ab| ", max_size=8)), max_size=20)
+
+
+@given(CELLS, st.sampled_from(["|", " | "]))
+def test_labels_in_one_cell_are_split(cells: list[str | None], separator: str) -> None:
+    expected = [
+        None if not cell else [part.strip() for part in cell.split(separator) if part.strip()] for cell in cells
+    ]
+    for kind in (pa.string(), pa.large_string()):
+        assert split_labels(pa.array(cells, kind), separator).to_pylist() == expected
+    assert split_labels(pa.array(cells, pa.string()), None).to_pylist() == cells
+
+
+def test_split_labels_are_learned_as_lists() -> None:
+    cells = pa.array(["late|damaged", "late", "|", " damaged | lost ", None])
+    spec = replace(tiny.spec_for("multi_label", ("damaged", "late", "lost")), label_separator="|")
+    hot = [[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 1], None]
+    assert task.encode_labels(cells, spec).to_pylist() == hot
+    lists = pa.array([["damaged", "late"], ["late"], [], ["lost", "damaged"], None])
+    assert task.encode_labels(lists, spec).to_pylist() == hot
+    assert task.bad_labels(pa.array(["late|x", "late"]), spec) == {0: "bad_label: ['late', 'x']"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        (["bad", "good", "good|bad"], "|"),
+        (["a; b", "b; c", "c"], ";"),
+        (["bad", "good", "good|odd|bad"], "|"),
+        (["Home, Garden", "Sports, Outdoors", "Toys"], ""),
+        (["a|b", "c|d"], ""),
+        (["good", "bad"], ""),
+        (["|", "good"], ""),
+    ],
+)
+def test_a_separator_is_found_by_the_labels_that_it_separates(labels: list[str], found: str) -> None:
+    column = task.find_labels(iter([pa.array(labels * 2)]), None)
+    assert found_separator(column)[0] == found
+    assert any(f'data.label_separator: "{found}"' in warning for warning in label_warnings(column)) == bool(found)

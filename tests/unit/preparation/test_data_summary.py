@@ -15,6 +15,8 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.summary import summarize, summary_lines
 
+WORDS = ("good", "bad", "film", "a", "the")
+
 
 def summarized(
     folder: Path, encoder: Path, table: pa.Table, *, validation: Any = None, **data: Any
@@ -45,7 +47,7 @@ def summarized(
 
 
 def test_classes_rows_and_lengths(tmp_path: Path, tiny_bert: Path) -> None:
-    texts = [None, "good film", *["bad bad bad"] * 18]
+    texts = [None, "good film", *[f"{one} {other} bad" for one in WORDS for other in WORDS][:18]]
     table = pa.table({"text": texts, "label": ["good"] * 4 + ["bad"] * 16})
     _, facts = summarized(tmp_path, tiny_bert, table, validation={"fraction": 0.25}, bad_rows="drop")
     assert facts["rows"] == {"training": 14, "validation": 5}

@@ -98,7 +98,8 @@ def test_frames_and_columns_are_scored_like_a_list(tiny_model: Path) -> None:
     arrays = [pa.array(texts), pa.chunked_array([texts[:1], texts[1:]]), np.array(texts, dtype=object), pd.Index(texts)]
     rows = [{"text": text, "n": number} for number, text in enumerate(["good film", float("nan"), "a bore"])]
     others = [iter(texts), (text for text in texts), tuple(texts), dict.fromkeys(texts).keys(), rows, iter(rows)]
-    for given in [*frames, categories, *series, *arrays, *others]:
+    mappings = [{"text": texts, "n": [1, 2, 3]}, {"text": series[3], "n": (number for number in range(3))}]
+    for given in [*frames, categories, *series, *arrays, *others, *mappings]:
         assert classify(given) == answers, type(given)
     assert tl.predict(tiny_model, frames[2]).drop_columns(["n", "text"]).to_pylist() == answers
     assert classify(pd.DataFrame({"text": []}, dtype=object)) == classify(np.array([])) == []
@@ -107,7 +108,9 @@ def test_frames_and_columns_are_scored_like_a_list(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"text": ["good", "bad"]}, "A dict is neither a list of texts nor a frame. Give a list of rows"),
+        ({"text": "good"}, "but 'text' is one value. Give one row as a list"),
+        ({"text": ["good"], "n": [1, 2]}, "but they have [1, 2] values"),
+        ({"n": ["good"]}, "Row 0 has no 'text'"),
         ({"good", "bad"}, "or a frame, not set."),
         (frozenset({"good"}), "or a frame, not frozenset."),
         (b"good", "or a frame, not bytes."),

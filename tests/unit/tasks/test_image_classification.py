@@ -35,6 +35,8 @@ import training_runs as runs
 from golden_losses import BETWEEN_STRATEGIES
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import ConfigError, DataError, TableError, UsageError
+from torchlake.tables.sources import files, streams
+from torchlake.tables.table import open_table
 from torchlake.tasks import _batch_norm, _images
 from torchlake.tasks.image_classification import _augmented, _processed, task
 
@@ -424,3 +426,35 @@ def test_a_small_vit_reads_digits(tmp_path: Path) -> None:
     runs.succeed(tmp_path / "run", sections)
     measured = tl.evaluate(tmp_path / "run" / "model", tmp_path / "test.parquet")
     assert measured.metrics["accuracy"].value >= 0.93
+
+
+def test_a_folder_of_images_is_a_table(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    names = ["blue/2.jpg", "blue/new/1.png", "red/3.PNG", "top.png"]
+    for number, name in enumerate([*names, "_hidden/4.png", "red/.5.png"]):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        photo(20 + number, 20).save(folder / name)
+    (folder / "red" / "6.png").write_bytes((folder / "red" / "3.PNG").read_bytes())
+    (folder / "notes.md").write_text("not an image")
+    streams.store(folder, tmp_path / "in.parquet")
+    names.insert(3, "red/6.png")
+    table = pq.read_table(tmp_path / "in.parquet")
+    assert table["image"].to_pylist() == [str(folder / name) for name in names]
+    assert table["label"].to_pylist() == ["blue", "blue", "red", "red", None]
+
+    job = {"data": {"train": str(folder), "validation": None, "bad_rows": "drop"}, "train": {"epochs": 1}}
+    job["model"] = {"base": str(tiny.build_vision(tmp_path / "base")), "task": "image_classification"}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    done = tl.train(tmp_path / "job.yaml", run=tmp_path / "run")
+    assert [(finding.check, finding.rows) for finding in done.findings] == [("copies", 1)]
+    assert tl.train(tmp_path / "job.yaml", run=tmp_path / "run").complete
+    scored = tl.predict(done.model, folder, tmp_path / "scored")
+    rows = pq.read_table(scored.path)
+    assert rows["image"].to_pylist() == table["image"].to_pylist()
+    assert tl.evaluate(done.model, folder).errors == {"null_label": 1}
+
+    pq.write_table(table, folder / "images.parquet")
+    assert not files.is_image_folder(folder)
+    (folder / "images.parquet").unlink()
+    with pytest.raises(TableError, match="It has images: a local folder of them is a table of train"):
+        open_table(folder)

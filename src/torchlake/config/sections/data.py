@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from torchlake.config.task_spec import as_columns
-from torchlake.config.types import STRICT, Float, Int, Name
+from torchlake.config.types import STRICT, Bool, Float, Int, Name
 from torchlake.tables.selection.grammar import parse
 
 
@@ -109,6 +109,10 @@ class DataConfig(BaseModel):
     """Share of the training table's rows, selected by train.seed; null: all."""
     limit: Int | None = Field(default=None, ge=1)
     """Maximum number of rows of the training table, in its order; null: all."""
+    label_separator: Name | None = None
+    """Between several labels in one cell of strings, such as "|"; null: a cell is one label."""
+    deduplicate: Bool = False
+    """Leave out training rows whose inputs and label an earlier row of the table has; false: only report them."""
     bad_rows: Literal["error", "drop"] = "error"
     """A row that is null, cannot be decoded, or has a label that is NaN or not a class of the model: stop the job, or
     drop the row and count it."""

@@ -209,5 +209,8 @@ def header_of(file: str, lines: CountedLines, dialect: Dialect) -> list[str]:
         if header.count(name) > 1:
             raise TableError(f"{file}: the header names the column {name!r} twice; rename one")
         if not is_utf8(name):
-            raise TableError(f"{file}: the header is not UTF-8; convert the file to UTF-8 first")
+            raise TableError(
+                f"{file}: the header is not {dialect.encoding}. Give the encoding of the file, such as --csv "
+                "encoding=latin-1, in a job data.csv: {encoding: latin-1}."
+            )
     return header

@@ -34,6 +34,9 @@ StoredTable = str | Path | Sequence[str | Path]
 "A file, folder, glob or URL, or a list of them."
 
 
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+
+
 class InputPath(NamedTuple):
     name: str
     "Path relative to the folder that was given."
@@ -96,6 +99,23 @@ def joined(tables: Iterable[SourceTable]) -> SourceTable:
     """Return the files of several of the tables that one call of `open_each` returned."""
     several = list(tables)
     return replace(several[0], files=tuple(file for table in several for file in table.files))
+
+
+def is_image_folder(source: Any) -> bool:
+    """Return whether `source` is a local folder with images, and without a file of a table."""
+    if not isinstance(source, str | Path) or not os.path.isdir(local_path(os.fspath(source))):
+        return False
+    folder, has_images = os.path.abspath(local_path(os.fspath(source))), False
+    for file in (one for one in _walk(folder) if not _is_hidden(folder, one)):
+        if is_table_file(file):
+            return False
+        has_images = has_images or is_image(file)
+    return has_images
+
+
+def is_image(file: str) -> bool:
+    """Return whether a file's name is that of an image."""
+    return file.lower().endswith(IMAGES)
 
 
 def describe(source: StoredTable) -> str:
@@ -201,9 +221,7 @@ def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool],
 
     Logs the files that are left out. Raises TableError when there are none.
     """
-    visible = [
-        file for file in files if not any(part[0] in "._" for part in file.removeprefix(base).split("/") if part)
-    ]
+    visible = [file for file in files if not _is_hidden(base, file)]
     found, left, linked = {}, [], []
     reals = [(file, _real(file)) for file in visible]
     for file, real in sorted(reals, key=lambda one: (one[1] != one[0], one[0])):
@@ -223,8 +241,15 @@ def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool],
         raise TableError(
             f"{source}: has no table files (.parquet, .csv, .tsv, .jsonl, .ndjson, .json or .arrow). Names that begin "
             "with '_' or '.' do not count."
+            + " It has images: a local folder of them is a table of train, predict and evaluate."
+            * any(map(is_image, left))
         )
     return list(found.values())
+
+
+def _is_hidden(base: str, file: str) -> bool:
+    """Return whether the name of a file below `base`, or of a folder above it, begins with "_" or "."."""
+    return any(part[0] in "._" for part in file.removeprefix(base).split("/") if part)
 
 
 def _real(file: str) -> str:

@@ -2,7 +2,8 @@
 
 A stream is anything with `__arrow_c_stream__` (a DuckDB relation, an ADBC result, a pyarrow reader), a lazy frame of
 polars or a dataset of Hugging Face's `datasets`. It is read once, and one row group at a time is in memory. Row groups
-have a fixed number of rows, so that equal rows make an equal file, in whatever batches they arrive.
+have a fixed number of rows, so that equal rows make an equal file, in whatever batches they arrive. A folder of images
+is stored as their paths and labels.
 """
 
 import sys
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError
 from torchlake.tables.sources._interface import SourceFile, SourceTable
-from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.files import StoredTable, find, is_image, is_image_folder
 from torchlake.tables.sources.frames import Frame, check_names, engine_of, is_frame, to_arrow
 
 GROUP_ROWS = 16_384
@@ -66,9 +67,9 @@ def open_source(source: Any) -> SourceTable:
 
 
 def is_stored_first(source: Any) -> bool:
-    """Return whether `source` is a frame in memory or a stream, or a list with one."""
+    """Return whether `source` is a frame in memory, a stream or a folder of images, or a list with one."""
     several = isinstance(source, Sequence) and not isinstance(source, str)
-    return any(is_frame(one) or _is_stream(one) for one in (source if several else [source]))
+    return any(is_frame(one) or _is_stream(one) or is_image_folder(one) for one in (source if several else [source]))
 
 
 def store(source: Any, path: Path) -> int:
@@ -128,6 +129,8 @@ def _groups(tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]
 def _read(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
     """Return the columns of a source and its rows; errors of the source's library become TableError."""
     try:
+        if isinstance(source, str | Path):
+            source = _images_of(source)
         if is_frame(source):
             table = to_arrow(source)
             return table.schema, iter([table])
@@ -141,6 +144,13 @@ def _read(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
         raise
     except Exception as error:  # from any library
         raise _failed(source, 0, error) from error
+
+
+def _images_of(folder: str | Path) -> pa.Table:
+    """Return the images of a folder, sorted by name: their paths, and as labels the folders in it that they are in."""
+    found = find(folder, is_image)
+    labels = [one.name.partition("/")[0] if "/" in one.name else None for one in found]
+    return pa.table({"image": [one.file for one in found], "label": pa.array(labels, pa.string())})
 
 
 def _read_lazy(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
