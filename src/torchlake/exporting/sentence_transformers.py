@@ -1,7 +1,7 @@
 """An encoder with pooling in the layout of sentence-transformers, which every version of it since 2.0 reads.
 
-`config/embedding.py` describes the layout. If the model folder has it, the files that it names are checked and copied;
-the check covers what `predict` computes.
+`config/model_files/embedding.py` describes the layout. If the model folder has it, the files that it names are checked
+and copied; the check covers what `predict` computes.
 """
 
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from torchlake import atomic_io
-from torchlake.config.embedding import FILES, MODULES, Embedding, read_embedding, write_layout
+from torchlake.config.model_files.embedding import FILES, MODULES, Embedding, read_embedding, write_layout
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config, read_head
 from torchlake.models.folders import INDEX, TOKENIZER_FILES

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchlake import atomic_io
-from torchlake.config.embedding import FILES
+from torchlake.config.model_files.embedding import FILES
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, FingerprintError, TorchlakeError
 from torchlake.storage.versions import Version, version_of

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config import known_keys
-from torchlake.config.known_keys import check_keys
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import in_words, load_config
 from torchlake.models.tokenizer import load_tokenizer

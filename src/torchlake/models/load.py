@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.cross_encoder import is_cross_encoder, with_pairs
-from torchlake.config.embedding import MODULES, read_embedding
+from torchlake.config.model_files.cross_encoder import is_cross_encoder, with_pairs
+from torchlake.config.model_files.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
 from torchlake.models.config import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config import known_keys
-from torchlake.config.known_keys import check_keys
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError
 from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import model_folder

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from torchlake.config.embedding import Dense, Embedding, read_embedding
+from torchlake.config.model_files.embedding import Dense, Embedding, read_embedding
 from torchlake.errors import DataError
 from torchlake.tasks._contrastive import FURTHER
 from torchlake.tasks._pretrained import load_encoder

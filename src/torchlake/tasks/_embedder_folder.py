@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, settings_for, write_layout
+from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS, Embedding, settings_for, write_layout
 from torchlake.tasks._pretrained import encoder_class
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Feature extraction: text in; one vector out, its embedding, for search, clustering or another model.
 
-It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/embedding.py` describes what
-is read from them, `_embedder.py` what is computed.
+It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/model_files/embedding.py`
+describes what is read from them, `_embedder.py` what is computed.
 
 It learns from pairs of texts that belong together, from triplets with a negative text
 (`data.inputs: {negative: column}`), or from pairs with a number, their similarity (`data.problem: regression`);
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, Embedding, read_embedding
+from torchlake.config.model_files.embedding import MODULES, Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features, to_arrow

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import atomic_io
-from torchlake.config import known_keys
-from torchlake.config.known_keys import check_keys
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Array, Features
 from torchlake.errors import ConfigError, DataError, RowErrors
@@ -174,7 +174,7 @@ class ImageClassification(Task):
         from torchlake.models import probes
 
         processor = self.load_processor(folder, spec, scoring=True)
-        size = dict(getattr(processor, "steps", processor).size)
+        size = dict(getattr(processor.steps, "size", None) or {})
         height, width = size.get("height") or PATCH, size.get("width") or PATCH
         image = b"P6 %d %d 255\n" % (width, height) + bytes(3 * height * width)
         made = self.features({"image": pa.array([image])}, processor, spec)

@@ -14,7 +14,7 @@ import tiny
 import torchlake as tl
 from torchlake.atomic_io import check_manifest
 from torchlake.cli.main import main
-from torchlake.config.embedding import Embedding, read_embedding, write_layout
+from torchlake.config.model_files.embedding import Embedding, read_embedding, write_layout
 from torchlake.errors import DataError, OutputError, UnsafeError, UsageError
 from torchlake.exporting import sentence_transformers
 from torchlake.runtimes import _openvino

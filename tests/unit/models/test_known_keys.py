@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import torchlake as tl
-from torchlake.config import known_keys
-from torchlake.config.embedding import settings_for
-from torchlake.config.known_keys import Keys
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.embedding import settings_for
+from torchlake.config.model_files.known_keys import Keys
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import load
 from torchlake.models.folders import model_hash, weight_files

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.task_spec import ACTIVATIONS, TaskSpec
 from torchlake.errors import DataError
 
@@ -64,6 +66,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
                 f"{SUPPORTED.get(key, 'no value')}"
             )
     saved = _read(folder / PROMPTS) if (folder / MODULES).is_file() else {}
+    check_keys(folder / PROMPTS, saved, known_keys.CROSS_ENCODER)
     name, prompts = saved.get("default_prompt_name"), saved.get("prompts") or {}
     if name is not None and not isinstance(prompts.get(name), str):
         raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, but prompts has no prompt of that name")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.config import known_keys
-from torchlake.config.known_keys import check_keys
+from torchlake.config.model_files import known_keys
+from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError
 
 MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"

@@ -102,9 +102,8 @@ PROMPTS = Keys(
 )
 "config_sentence_transformers.json of an embedder; how vectors are compared does not change them."
 CROSS_ENCODER = Keys(
-    computed="model_type activation_fn",
+    computed="model_type activation_fn prompts default_prompt_name",
     harmless="__version__ requirements keep_in_fp32_modules",
-    refused={"prompts": ({},), "default_prompt_name": ()},
 )
 "config_sentence_transformers.json of a cross-encoder."
 
