@@ -39,7 +39,8 @@ def is_cross_encoder(folder: Path) -> bool:
         return not {NEW, OLD}.isdisjoint(_read(folder / "config.json"))
     if _read(folder / PROMPTS).get("model_type") != "CrossEncoder":
         return False
-    kinds = [str(module["type"]) for module in atomic_io.read_json(folder / MODULES)]
+    modules = atomic_io.read_json(folder / MODULES)
+    kinds = [str(dict(module).get("type")) for module in modules] if isinstance(modules, list) else []
     if [kind.rpartition(".")[2] for kind in kinds] != ["Transformer"]:
         raise DataError(
             f"{folder / MODULES}: has the modules {', '.join(kinds)[:200]}; of a CrossEncoder torchlake supports a "
@@ -84,7 +85,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
 def _activation(folder: Path, saved: Any, problem: str, *, single: bool) -> str | None:
     """Return the name of the function after the outputs; None for none, or for softmax over several."""
     config = _read(folder / "config.json")
-    given = saved or (config.get(NEW) or {}).get("activation_fn") or config.get(OLD)
+    given = saved or dict(config.get(NEW) or {}).get("activation_fn") or config.get(OLD)
     if given is None:
         return "Sigmoid" if single else None
     named = ACTIVATION.fullmatch(str(given))
