@@ -492,25 +492,20 @@ def models_page() -> Iterator[str]:
     yield ""
     scored = reasons.count(None)
     yield f"Of {len(reasons)} pairs of architecture and task, {scored} are scored as transformers does,"
-    yield f"{len(reasons) - scored - untried} are refused and {untried} are not tried. `no`: see below. Empty cells:"
-    yield "transformers has no class."
+    yield f"{len(reasons) - scored - untried} are refused and {untried} are not tried."
     yield ""
-    counts = [f"{list(names.values()).count(None)} of {len(names)}" for names in found.values()]
-    types = sorted({name for names in found.values() for name in names})
-
-    def mark(reason: str | None) -> str:
-        return reason if reason == "" else "yes" if reason is None else UNTRIED if reason.startswith(UNTRIED) else "no"
-
-    rows = [("**scored**", *counts)]
-    rows += [(f"`{name}`", *(mark(each.get(name, "")) for each in found.values())) for name in types]
-    yield from table(("type", *(f"`{task}`" for task in found)), rows)
-    yield from ("", "## Why not", "")
-    lines: dict[str, list[str]] = {}
+    counts = [(list(names.values()).count(None), len(names)) for names in found.values()]
+    rows = [(f"[`{task}`](#{task})", str(known), str(most)) for task, (known, most) in zip(found, counts, strict=True)]
+    yield from table(("task", "scored", "of"), rows)
     for task, names in found.items():
+        yield from ("", f"## {task}", "", "Scored as transformers does:", "")
+        yield ", ".join(f"`{name}`" for name, reason in names.items() if reason is None)
+        others: dict[str, list[str]] = {}
         for name, reason in names.items():
             if reason is not None:
-                lines.setdefault(f"`{name}`: {reason}.", []).append(f"`{task}`")
-    yield from (f"- {', '.join(tasks)}: {line}" for line, tasks in sorted(lines.items(), key=lambda each: each[0]))
+                others.setdefault(reason.replace(f"a model of type '{name}'", "it"), []).append(f"`{name}`")
+        yield ""
+        yield from (f"- {', '.join(each)}: {reason}." for reason, each in others.items())
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

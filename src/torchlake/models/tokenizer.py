@@ -144,8 +144,9 @@ def choose_padding_of_head(config: "PretrainedConfig", folder: Path) -> None:
     special = [one for one, token in sorted(added.items()) if token.special and (known is None or one < known)]
     reserved = [one for one in special if RESERVED.match(added[one].content)]
     choices = [one for one in (tokenizer.pad_token_id, *reserved, *special) if one not in last]
-    avoided = (tokenizer.eos_token_id, tokenizer.unk_token_id)
-    first = [one for one in choices if one not in avoided] or [one for one in choices if one == avoided[0]]
+    end = tokenizer.eos_token_id
+    avoided = {end} if added.keys() & set(last) else {end, tokenizer.unk_token_id}  # a word may be unknown
+    first = [one for one in choices if one not in avoided] or [one for one in choices if one == end]
     config.get_text_config().pad_token_id = config.pad_token_id = first[0] if first else None
 
 

@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 import families
 import tiny
+from torchlake import plugins
 from torchlake.errors import DataError
 from torchlake.models import load
 from torchlake.models.config import ENCODERS, HEADS, IMAGE_MODELS, Head, architectures_of, tasks_of
@@ -189,3 +190,19 @@ def test_an_encoder_is_read_without_its_decoder(tmp_path: Path, name: str, whole
     with torch.inference_mode():
         states, expected = (each(input_ids=ids).last_hidden_state for each in (encoder, model.get_encoder()))
     np.testing.assert_allclose(states.numpy(), expected.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": {"height": 24, "width": 24}}, {"do_resize": False, "size": {"height": 8, "width": 8}}]
+)
+def test_a_model_that_cannot_compute_its_processors_images_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = tiny.build_vision(tmp_path)
+    with quiet():
+        config = transformers.AutoConfig.from_pretrained(folder, num_labels=2)
+        transformers.AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    task, spec = plugins.load("tasks", "image_classification"), load.load_spec(folder)
+    pixels = f"{change['size']['height']} x {change['size']['width']}"
+    with pytest.raises(DataError, match=rf"cannot compute images of {pixels} pixels.*image_size is 16"):
+        task.load_model(folder, spec)

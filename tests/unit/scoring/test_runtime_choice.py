@@ -43,7 +43,7 @@ def test_the_default_is_varlen_where_it_is_exact(model: Path, tiny_gpt2: Path, t
     assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("varlen", None, None, "default")
     assert chosen(model, TASK, lambda: "cuda").runtime == "eager", "it computes in bf16 there"
     assert chosen(tiny_gpt2, "text_generation", cpu).runtime == "eager"
-    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert chosen(tmp_path, TASK, cpu).runtime == "eager"
 
 

@@ -20,7 +20,7 @@ import torchlake as tl
 from misbehaving import tilted
 from sweeps import sweep
 from torchlake import plugins
-from torchlake.config import embedding
+from torchlake.config.model_files import embedding
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders
 from torchlake.models.load import load_spec
