@@ -163,9 +163,9 @@ OF_MODELS = {
 def results() -> list[Any]:
     """The classes of what the functions return."""
     from torchlake.evaluation.evaluate import Evaluation
-    from torchlake.preparation.findings import Finding
     from torchlake.jobs.map import Mapped
     from torchlake.optimization.optimize import Optimized
+    from torchlake.preparation.findings import Finding
     from torchlake.scoring.predict import Scored
     from torchlake.tables.verification.verify import Verification
     from torchlake.training.folds import Folds
