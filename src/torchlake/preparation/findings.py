@@ -124,7 +124,7 @@ def repeated_ids(name: str, values: Mapping[Any, int], rows: int) -> Finding:
     again = sum(values.values()) - len(values)
     text = f"column {name!r} looks like a key, but {_share(again, rows)} have the value of an earlier row"
     often = Counter(values).most_common(EXAMPLES)
-    return Finding("ids", text, again, rows, tuple(f"{value!r} {number:,} times" for value, number in often))
+    return Finding("ids", text, again, rows, tuple(f"{value!r:.60} {number:,} times" for value, number in often))
 
 
 def _copies(rows: CheckedRows, same: np.ndarray, *, deduplicate: bool) -> Finding:

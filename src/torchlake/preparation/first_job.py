@@ -169,10 +169,10 @@ def _csv_flags(csv: Mapping[str, str]) -> str:
 def _findings(sample: SampledRows, spec: TaskSpec, task: Any) -> list[Finding]:
     """Return what the data checks find in the sample."""
     findings, total = [*similar_classes(spec.labels)], len(sample.values)
-    for one in sample.columns:
-        if one.name != spec.label and one.repeated:
+    for one in (each for each in sample.columns if each.name not in spec.columns):
+        if one.repeated:
             findings.append(repeated_ids(one.name, one.repeated, total))
-        if one.name not in spec.columns and one.distinct == 1 < total and not one.empty:
+        if one.distinct == 1 < total and not one.empty:
             findings.append(constant_column(one.name, total))
     rows, inputs, labels, _ = usable_rows(task, sample.values, {}, spec, bad_rows="drop")
     targets = task.encode_labels(labels, spec)
