@@ -142,3 +142,18 @@ def test_what_is_not_computed_is_refused_by_name(options: dict[str, Any], reason
     kind = options.pop("kind")
     folder = build(tmp_path, kind, "text_classification", **options)
     assert reason in str(varlen.refusal(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_decoders_head_reads_the_last_token_of_a_row_whatever_it_is(kind: str, tmp_path: Path) -> None:
+    """Rows that end in the end token, which pads in many folders, or in the padding token."""
+    folder = build(tmp_path, kind, "text_classification")
+    spec, tokenizer = load_spec(folder), tiny.wordpiece_tokenizer()
+    batch = batch_of([3, 5, 9, 9])
+    for row, length, token in ((0, 3, tokenizer.sep_token_id), (1, 5, tokenizer.pad_token_id)):
+        batch["input_ids"][row, length - 1] = token
+    ours = varlen.load(folder, spec, device="cpu")(**batch)
+    alone = eager.load(folder, spec, device="cpu")
+    for row, length in enumerate([3, 5, 9, 9]):
+        one = {name: array[row : row + 1, :length] for name, array in batch.items()}
+        np.testing.assert_allclose(ours[row : row + 1], alone(**one), atol=1e-5)
