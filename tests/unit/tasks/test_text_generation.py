@@ -191,7 +191,7 @@ def test_conversations_are_learned_as_the_template_writes_them(tmp_path: Path, t
     tokens = pq.read_table(tmp_path / "tokens")
     expected = tokens_of(tiny_gpt2, pa.table({"text": ["<user> good ? <assistant> yes , all of it "]}))
     assert tokens["input_ids"].to_pylist()[:1] == expected
-    assert tokens.column_names == ["row_id", "input_ids", "length", "cut", "error"]
+    assert tokens.column_names == ["row_id", "input_ids", "length", "cut", "hashes", "markup", "leak", "error"]
     assert [error and error.partition(":")[0] for error in tokens["error"].to_pylist()] == [
         None,
         "null_input",
