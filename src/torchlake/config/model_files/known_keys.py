@@ -133,7 +133,8 @@ TOKENIZER = Keys(
     return_tensors return_token_type_ids revision slow_tokenizer_class special_tokens_map_file special_tokens_pattern
     stride strip_column_names suffix_first tags_dict task token_type_ids_include_special_tokens token_type_ids_pattern
     tokenizer_type transformers_version truncation truncation_strategy update_answer_coordinates use_auth_token
-    use_fast verbose vocab_size""",
+    use_fast verbose vocab_size device_map force_download proxies resume_download subfolder tags token
+    trust_remote_code""",
     refused={"gguf_file": (), "tokenizer_truncation": (), "tokenizer_padding": ()},
 )
 "tokenizer_config.json. Where it pads and how long its own batches are does not change a row."
