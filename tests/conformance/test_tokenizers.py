@@ -195,4 +195,4 @@ def test_the_head_is_that_of_transformers(kind: str, names: list[str] | None, tm
     labels = {} if names is None else {"id2label": dict(enumerate(names))}
     AutoConfig.for_model(kind, **given, **labels).save_pretrained(tmp_path)
     read, expected = model_config.read_head(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert read == (expected.architectures[0], expected.problem_type, expected.id2label)
+    assert read == (kind, expected.architectures[0], expected.problem_type, expected.id2label)

@@ -135,7 +135,10 @@ class RankFlags:
 
     query: Annotated[str, _input("COLUMN", "Column of queries (default: the first text of a pair).")]
     document: Annotated[str, _input("COLUMN", "Column of documents (default: the second text of a pair).")]
-    relevant: Annotated[str, _input("CLASS", "Class whose probability is the score (default: the second of two).")]
+    relevant: Annotated[
+        str,
+        _input("CLASS", "Class whose probability is the score (default: the second of 0 and 1, or of false and true)."),
+    ]
 
 
 class OptimizeFlags:

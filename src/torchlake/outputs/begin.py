@@ -21,7 +21,7 @@ from torchlake.outputs.compatibility import (
     input_changes,
     refuse_differences,
 )
-from torchlake.outputs.finished import Found, commit_id, finished_record, is_lost, is_result
+from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_lost, is_result
 from torchlake.outputs.records import last_job
 from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
@@ -120,7 +120,7 @@ def _begin(target: Target, request: WriteRequest) -> Transaction:
         raise
 
 
-def _begin_leased(found: Found, state: JobState) -> Transaction:
+def _begin_leased(found: FoundAtTarget, state: JobState) -> Transaction:
     """Repeat the checks of `_begin`, now that no other writer can interfere, and store the plan."""
     stored = _interrupted(state)
     if stored is not None and (_was_made(found, stored) or not stored.is_of(found.target, found.snapshot)):
@@ -145,26 +145,26 @@ def _begin_leased(found: Found, state: JobState) -> Transaction:
     return write
 
 
-def _look(target: Target, request: WriteRequest, job: JobSpec) -> Found:
+def _look(target: Target, request: WriteRequest, job: JobSpec) -> FoundAtTarget:
     snapshot = target.snapshot()
     published = last_job(target, snapshot) if target.reusable else None
     if target.reusable and snapshot.latest is not None and published is None:
         raise OutputError(f"{target.shown}: its plan is missing. Remove the folder, or give another output.")
-    return Found(target, request, job, snapshot, published)
+    return FoundAtTarget(target, request, job, snapshot, published)
 
 
-def _transaction(found: Found, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
+def _transaction(found: FoundAtTarget, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
     target, request = found.target, found.request
     parts = target.part_folder(name, request.schema)
     return Transaction(target=target, request=request, state=state, job=job, id=name, parts=parts, **fields)
 
 
-def _completed(found: Found, record: dict[str, Any]) -> Transaction:
+def _completed(found: FoundAtTarget, record: dict[str, Any]) -> Transaction:
     state, name = state_of(found.target), record.get("commit", "")
     return _transaction(found, state, found.job, name, complete=True, record=record)
 
 
-def _check(found: Found) -> None:
+def _check(found: FoundAtTarget) -> None:
     """Raise unless the job, which is not complete, may write to the target."""
     target, request, job, snapshot, published = found
     target.check(snapshot, request.rows, request.key)
@@ -220,14 +220,14 @@ def _interrupted(state: JobState) -> _Interrupted | None:
     )
 
 
-def _was_made(found: Found, stored: _Interrupted) -> bool:
+def _was_made(found: FoundAtTarget, stored: _Interrupted) -> bool:
     """Return whether the commit of an interrupted write was made: to resume it would write the same rows again."""
     if stored.commit:
         return found.target.has(found.snapshot, stored.commit)
     return is_result(found, stored.job)
 
 
-def _resumed(found: Found, state: JobState, stored: _Interrupted | None) -> Transaction:
+def _resumed(found: FoundAtTarget, state: JobState, stored: _Interrupted | None) -> Transaction:
     """Return the write, with the chunks of the interrupted one or the last commit that it continues."""
     target, _, job, snapshot, earlier = found
     name = ""
@@ -266,7 +266,7 @@ def _resumed(found: Found, state: JobState, stored: _Interrupted | None) -> Tran
     )
 
 
-def _continues(found: Found, stored: _Interrupted) -> bool:
+def _continues(found: FoundAtTarget, stored: _Interrupted) -> bool:
     """Return whether the job continues the interrupted write; else its parts are discarded.
 
     Raises FingerprintError if the write is of another job and may not be discarded.

@@ -22,7 +22,7 @@ def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
     return atomic_io.digest([*what, *([basis] if basis else [])])[:32]
 
 
-class Found(NamedTuple):
+class FoundAtTarget(NamedTuple):
     """What a job finds at its target."""
 
     target: Target
@@ -33,7 +33,7 @@ class Found(NamedTuple):
     "The job whose result a folder is; None for a table, and for a folder that does not exist yet."
 
 
-def finished_record(found: Found) -> dict[str, Any] | None:
+def finished_record(found: FoundAtTarget) -> dict[str, Any] | None:
     """Return the record of this job's commit if nothing is left to do."""
     target, request, job, snapshot, published = found
     if target.reusable:
@@ -58,13 +58,13 @@ def finished_record(found: Found) -> dict[str, Any] | None:
     return None
 
 
-def _has_positions(found: Found) -> bool:
+def _has_positions(found: FoundAtTarget) -> bool:
     """Return whether the target says how far the sources were read; a table may have the same files at two versions."""
     wanted, reached = found.request.positions, partial(position_of, found.target, found.snapshot)
     return all(reached(name) == position for name, position in wanted.items())
 
 
-def _is_commit(found: Found, record: Mapping[str, Any]) -> bool:
+def _is_commit(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
     """Return whether a record is that of the job's commit: of the same rows, or of the name that the caller gave.
 
     Raises FingerprintError if another job has used the name.
@@ -82,14 +82,14 @@ def _is_commit(found: Found, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def is_lost(found: Found, names: Sequence[str]) -> bool:
+def is_lost(found: FoundAtTarget, names: Sequence[str]) -> bool:
     """Return whether one of these commits was made, and all of its rows are gone from the table."""
     table = as_table(found.target)
     made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
     return any(table.lost(found.snapshot, name) for name in made) if table is not None else False
 
 
-def is_result(found: Found, job: JobSpec, *, thorough: bool = False) -> bool:
+def is_result(found: FoundAtTarget, job: JobSpec, *, thorough: bool = False) -> bool:
     """Return whether a folder is the result of a job and has all parts."""
     published = found.published
     if published is None or published.record is None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchlake.config.task_spec import Label, TaskSpec, label_name
 from torchlake.data.copies import first_rows, is_shared
+from torchlake.display import Shown, shown
 from torchlake.tables.hashes import Words, combined
 
 EXAMPLES = 3
@@ -24,6 +25,7 @@ LEAK_SHARE, CLASS_LEAK_SHARE, CLASS_ROWS = 0.5, 0.9, 10
 "Share of all rows, or of the rows of a class with this number, from which labels in the text are reported."
 
 
+@shown
 @dataclass(frozen=True)
 class Finding:
     """What a data check found."""
@@ -42,6 +44,9 @@ class Finding:
     def line(self) -> str:
         """The sentence with its examples."""
         return f"{self.text}; for example {', '.join(self.examples)}" if self.examples else self.text
+
+    def _shown(self) -> Shown:
+        return f"{self.check}: {self.line}", []
 
 
 @dataclass(frozen=True, kw_only=True)

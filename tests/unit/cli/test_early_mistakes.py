@@ -56,7 +56,7 @@ def cases(folder: Path, model: Path, pairs: Path) -> dict[str, tuple[list[str], 
     )
     scoring = {
         "predict": [rows, str(folder / "out")],
-        "rank": [rows, str(folder / "ranked"), "--query", "text", "--document", "text"],
+        "rank": [rows, str(folder / "ranked"), "--query", "text", "--document", "text", "--relevant", "good"],
         "evaluate": [rows],
         "optimize": ["--sample", rows],
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -334,7 +335,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.S3Server]:
     with s3_server.serving() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # clients of another test's server
         yield server
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.mark.filterwarnings("ignore:Delete operation did not match any records")  # of a source, by pyiceberg

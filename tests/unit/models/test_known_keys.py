@@ -19,7 +19,7 @@ import tiny
 import torchlake as tl
 from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.embedding import settings_for
-from torchlake.config.model_files.known_keys import Keys
+from torchlake.config.model_files.known_keys import KnownKeys
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import load
 from torchlake.models.folders import model_hash, weight_files
@@ -54,14 +54,14 @@ def parameters(kind: type, *classes: type) -> set[str]:
     return {one.name for one in given if one.kind not in variable} - {"self"}
 
 
-def tokenizers() -> Iterator[tuple[str, Keys, set[str]]]:
+def tokenizers() -> Iterator[tuple[str, KnownKeys, set[str]]]:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     for name in {name for name in TOKENIZER_MAPPING_NAMES.values() if name}:
         yield name, known_keys.TOKENIZER, parameters(getattr(transformers, name))
 
 
-def image_processors() -> Iterator[tuple[str, Keys, set[str]]]:
+def image_processors() -> Iterator[tuple[str, KnownKeys, set[str]]]:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
@@ -70,12 +70,12 @@ def image_processors() -> Iterator[tuple[str, Keys, set[str]]]:
             yield kind, known_keys.IMAGES, set(getattr(transformers, names["pil"]).valid_kwargs.__annotations__)
 
 
-def generation() -> Iterator[tuple[str, Keys, set[str]]]:
+def generation() -> Iterator[tuple[str, KnownKeys, set[str]]]:
     keys = {key for key in vars(transformers.GenerationConfig()) if key != "_original_object_hash"}
     yield "GenerationConfig", known_keys.GENERATION, {key for key in keys if key not in known_keys.SAMPLING}
 
 
-def sentence_transformer_modules() -> Iterator[tuple[str, Keys, set[str]]]:
+def sentence_transformer_modules() -> Iterator[tuple[str, KnownKeys, set[str]]]:
     modules = "sentence_transformers.base.modules", "sentence_transformers.sentence_transformer.modules"
     for names, place in ((("Transformer", "Dense", "Normalize"), modules[0]), (("Pooling", "Dropout"), modules[1])):
         for name in names:
@@ -88,7 +88,7 @@ def sentence_transformer_modules() -> Iterator[tuple[str, Keys, set[str]]]:
 
 @pytest.mark.parametrize("listed", [tokenizers, image_processors, generation, sentence_transformer_modules])
 def test_every_key_of_the_installed_libraries_is_in_a_list(
-    listed: Callable[[], Iterator[tuple[str, Keys, set[str]]]],
+    listed: Callable[[], Iterator[tuple[str, KnownKeys, set[str]]]],
 ) -> None:
     """A key of a new version is to be computed, or to be written into a list after a look at what it does."""
     found = list(listed())
@@ -99,7 +99,7 @@ def test_every_key_of_the_installed_libraries_is_in_a_list(
 
 
 def test_no_key_is_in_two_lists() -> None:
-    lists = [each for each in vars(known_keys).values() if isinstance(each, Keys)]
+    lists = [each for each in vars(known_keys).values() if isinstance(each, KnownKeys)]
     assert len(lists) >= 15
     for each in lists:
         computed, harmless = set(each.computed.split()), set(each.harmless.split())

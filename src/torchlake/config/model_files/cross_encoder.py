@@ -22,7 +22,7 @@ from torchlake.config.task_spec import ACTIVATIONS, TaskSpec
 from torchlake.errors import DataError
 
 NEW, OLD = "sentence_transformers", "sbert_ce_default_activation_function"
-"Keys of config.json."
+"KnownKeys of config.json."
 ACTIVATION = re.compile(r"torch\.nn(?:\.modules\.\w+)?\.(\w+)")
 SUPPORTED = {
     "transformer_task": "sequence-classification",

@@ -16,7 +16,7 @@ from torchlake.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class KnownKeys:
     """The keys of a file."""
 
     computed: str = ""
@@ -32,23 +32,23 @@ class Keys:
         return key in known or (self.tokens and key.endswith(("_token", "_token_id")))
 
 
-MODULE = Keys(computed="path type", harmless="idx name", refused={"kwargs": ([],)})
+MODULE = KnownKeys(computed="path type", harmless="idx name", refused={"kwargs": ([],)})
 "An entry of modules.json."
-POOLING = Keys(
+POOLING = KnownKeys(
     computed="""
     pooling_mode pooling_mode_cls_token pooling_mode_max_tokens pooling_mode_mean_tokens include_prompt
     pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens pooling_mode_lasttoken""",
     harmless="word_embedding_dimension embedding_dimension",
 )
 _BETWEEN = {"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)}
-DENSE = Keys(
+DENSE = KnownKeys(
     computed="in_features out_features bias activation_function use_residual",
     refused={**_BETWEEN, "init_weight": (), "init_bias": ()},
 )
-NORMALIZE = Keys(refused=_BETWEEN)
-DROPOUT = Keys(harmless="dropout")
+NORMALIZE = KnownKeys(refused=_BETWEEN)
+DROPOUT = KnownKeys(harmless="dropout")
 
-TRANSFORMER = Keys(
+TRANSFORMER = KnownKeys(
     computed="""
     max_seq_length do_lower_case processing_kwargs modality_config model_args model_kwargs tokenizer_args
     processor_kwargs""",
@@ -61,14 +61,14 @@ TRANSFORMER = Keys(
     },
 )
 "sentence_bert_config.json."
-LOADING = Keys(
+LOADING = KnownKeys(
     computed="model_max_length",
     harmless="""
     torch_dtype dtype attn_implementation device_map low_cpu_mem_usage use_safetensors add_pooling_layer padding_side
     use_fast""",
 )
 "Arguments with which sentence-transformers loads model and tokenizer; here the job decides about the precision."
-TEXT_ARGUMENTS = Keys(
+TEXT_ARGUMENTS = KnownKeys(
     computed="max_length",
     harmless="""
     padding padding_side pad_to_multiple_of return_tensors return_token_type_ids return_length verbose
@@ -85,14 +85,14 @@ TEXT_ARGUMENTS = Keys(
     },
 )
 "`text` and `common` in processing_kwargs: arguments of the tokenizer. Padding is masked, on either side."
-PROCESSING = Keys(computed="text common", harmless="image audio video chat_template")
+PROCESSING = KnownKeys(computed="text common", harmless="image audio video chat_template")
 "processing_kwargs; the harmless ones are for inputs other than text."
-MODALITIES = Keys(computed="text", harmless="image audio video", refused={"message": ()})
+MODALITIES = KnownKeys(computed="text", harmless="image audio video", refused={"message": ()})
 "modality_config; with a `message`, every text is rendered by the chat template."
-TEXT_MODALITY = Keys(
+TEXT_MODALITY = KnownKeys(
     refused={"method": ("forward",), "method_output_name": ("last_hidden_state",), "format": ("structured", "flat")}
 )
-PROMPTS = Keys(
+PROMPTS = KnownKeys(
     computed="prompts default_prompt_name truncate_dim",
     harmless="__version__ similarity_fn_name requirements",
     refused={
@@ -101,13 +101,13 @@ PROMPTS = Keys(
     },
 )
 "config_sentence_transformers.json of an embedder; how vectors are compared does not change them."
-CROSS_ENCODER = Keys(
+CROSS_ENCODER = KnownKeys(
     computed="model_type activation_fn prompts default_prompt_name",
     harmless="__version__ requirements keep_in_fp32_modules",
 )
 "config_sentence_transformers.json of a cross-encoder."
 
-TOKENIZER = Keys(
+TOKENIZER = KnownKeys(
     tokens=True,
     computed="""
     _spm_precompiled_charsmap add_bos_token add_dummy_prefix add_eos_token add_prefix_space added_tokens_decoder
@@ -139,7 +139,7 @@ TOKENIZER = Keys(
 )
 "tokenizer_config.json. Where it pads and how long its own batches are does not change a row."
 
-IMAGES = Keys(
+IMAGES = KnownKeys(
     computed="""
     clusters crop_pct crop_size default_to_square do_align_long_axis do_center_crop do_color_quantize do_convert_rgb
     do_flip_channel_order do_normalize do_pad do_pan_and_scan do_rescale do_resize do_thumbnail feature_extractor_type
@@ -153,7 +153,7 @@ IMAGES = Keys(
     refused={"data_format": ("channels_first",)},
 )
 "preprocessor_config.json, and the image processor in processor_config.json."
-PROCESSOR = Keys(
+PROCESSOR = KnownKeys(
     computed="image_processor",
     harmless="""
     chat_template feature_extractor image_seq_length image_token num_additional_image_tokens patch_size
@@ -161,7 +161,7 @@ PROCESSOR = Keys(
 )
 "processor_config.json; of its processors the one for images is read."
 
-GENERATION = Keys(
+GENERATION = KnownKeys(
     computed="""
     bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id
     forced_eos_token_id sequence_bias suppress_tokens""",
@@ -174,7 +174,7 @@ GENERATION = Keys(
     use_mtp""",
 )
 "generation_config.json: what belongs to a model, and how it is run."
-SAMPLING = Keys(
+SAMPLING = KnownKeys(
     harmless="""
     constraints diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size
     encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids
@@ -186,7 +186,7 @@ SAMPLING = Keys(
 "The settings of generation_config.json that a job replaces by its own."
 
 
-def check_keys(file: Path, values: Any, keys: Keys, at: str = "") -> None:
+def check_keys(file: Path, values: Any, keys: KnownKeys, at: str = "") -> None:
     """Raise DataError for a key of `file` that is not known, or whose value has an effect that is not computed.
 
     `at` is the key whose object `values` is.
