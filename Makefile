@@ -80,6 +80,7 @@ GPU_PYTHON ?= $(PYTHON)
 gpu:
 	$(GPU_PYTHON) tools/gpu.py
 
+faults: export TORCHLAKE_RANDOM_EXAMPLES = 1
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
 	$(BIN)/python -m pytest -m slow tests/unit tests/documents tests/examples tests/notebooks tests/gpu

@@ -39,7 +39,10 @@ from torchlake.processes.hardware import CPU_FEATURES, cpu_features
 # A shell without job control starts what runs in its background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
-hypothesis.settings.register_profile("torchlake", deadline=None)
+# `make test` draws the same examples in every run, `make faults` others each time.
+hypothesis.settings.register_profile(
+    "torchlake", deadline=None, derandomize=not os.environ.get("TORCHLAKE_RANDOM_EXAMPLES")
+)
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
 

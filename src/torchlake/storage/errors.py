@@ -30,6 +30,7 @@ _REGION = re.compile(r"\b301 Moved|HTTP status 301|PermanentRedirect|incorrectly
 _GATED = re.compile(r"GatedRepo|RepositoryNotFound")
 _THROTTLED = re.compile(r"SlowDown|TooManyRequests|Too Many Requests|ServerBusy|RequestLimitExceeded|[Tt]hrottl")
 _FULL = re.compile(r"No space left on device|os error 28\b|StorageFull")
+NULL = "\0"
 _COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -42,10 +43,10 @@ def storage_errors(file: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise unavailable(file, error) from error
-    except Exception as error:  # a library's own class
-        if not is_url(file):
+    except Exception as error:  # a library's own class; of Python, for a null byte in a path
+        if not is_url(file) and NULL not in file:
             raise
-        raise unavailable(file, error) from error
+        raise unavailable(file.replace(NULL, r"\0"), error) from error
 
 
 @contextmanager

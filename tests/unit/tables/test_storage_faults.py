@@ -11,8 +11,9 @@ import pytest
 import s3_server
 from fault_proxy import FaultProxy, between
 from s3_server import BUCKET
-from torchlake.errors import LeaseLost, StorageError
+from torchlake.errors import LeaseLost, StorageError, Unavailable
 from torchlake.storage import objects
+from torchlake.storage.errors import storage_errors
 from torchlake.storage.lease import NAME, Lease, acquire
 from torchlake.storage.objects import ObjectFolder
 
@@ -203,3 +204,9 @@ def test_requests_are_few(store: FaultProxy, folder: ObjectFolder) -> None:
     assert [(method, re.sub(r"\?.*", "", path)) for method, path in store.requests] == [
         ("PUT", f"/{folder.location.partition('://')[2]}/part")
     ]
+
+
+def test_a_null_byte_in_the_name_of_a_file_is_an_error_of_ours(tmp_path: Path) -> None:
+    """A damaged log may have one; Python raises a ValueError."""
+    with pytest.raises(Unavailable, match=r"part\\0.parquet: embedded null byte"), storage_errors("part\0.parquet"):
+        (tmp_path / "part\0.parquet").stat()
