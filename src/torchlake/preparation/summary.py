@@ -114,7 +114,7 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def findings_of(facts: Mapping[str, Any]) -> tuple[Finding, ...]:
     """Return the findings of a summary."""
-    return tuple(Finding(**{**one, "examples": tuple(one["examples"])}) for one in facts["findings"])
+    return tuple(Finding(**{**one, "examples": tuple(one["examples"])}) for one in facts.get("findings", ()))
 
 
 def _class_rows(targets: np.ndarray, spec: TaskSpec) -> dict[str, int]:

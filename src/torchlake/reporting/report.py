@@ -152,7 +152,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _findings(folder: Path) -> list[dict[str, Any]]:
     """Return what the data checks found; nothing before the table is prepared."""
     path = folder / summary.FILE
-    found: list[dict[str, Any]] = atomic_io.read_json(path)["findings"] if path.is_file() else []
+    found: list[dict[str, Any]] = atomic_io.read_json(path).get("findings", []) if path.is_file() else []
     return found
 
 
