@@ -253,13 +253,11 @@ def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder
         except FingerprintError as error:
             lines = str(error).splitlines()
             different = "\n".join(lines[:-1] or lines)  # without the last line, which is advice for outputs
-            what = (
-                "with rows that another version of torchlake prepared: go on with that version"
-                if "\n  format: " in different
-                else f"with a different {name} table: use the original table"
-            )
+            why = f"cannot continue with a different {name} table: use the original table"
+            if "\n  format: " in different:
+                why = "cannot continue with rows that another version of torchlake prepared: go on with that version"
             raise FingerprintError(
-                f"{different}\nThe training in {folder} cannot continue {what}, or name a new run folder (--run)."
+                f"{different}\nThe training in {folder} {why}, or name a new run folder (--run)."
             ) from error
         except OutputError as error:
             raise OutputError(f"{error} Delete {output}, and run the same command again.") from error
