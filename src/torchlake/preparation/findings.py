@@ -168,8 +168,8 @@ def _leaks(rows: CheckedRows, spec: TaskSpec) -> np.ndarray:
         return np.zeros(0, np.int64)
     of_class = np.bincount(rows.targets, minlength=len(spec.labels))
     found = np.bincount(rows.targets, rows.leak, minlength=len(spec.labels))
-    told = (found >= CLASS_LEAK_SHARE * of_class) & (of_class >= CLASS_ROWS)
-    return np.flatnonzero(rows.leak & told[rows.targets])
+    reported = (found >= CLASS_LEAK_SHARE * of_class) & (of_class >= CLASS_ROWS)
+    return np.flatnonzero(rows.leak & reported[rows.targets])
 
 
 def _share(number: int, of: int, noun: str = "rows") -> str:

@@ -16,13 +16,13 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
-from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS, read_object
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.task_spec import ACTIVATIONS, TaskSpec
 from torchlake.errors import DataError
 
 NEW, OLD = "sentence_transformers", "sbert_ce_default_activation_function"
-"KnownKeys of config.json."
+"Keys of config.json."
 ACTIVATION = re.compile(r"torch\.nn(?:\.modules\.\w+)?\.(\w+)")
 SUPPORTED = {
     "transformer_task": "sequence-classification",
@@ -36,8 +36,8 @@ SUPPORTED = {
 def is_cross_encoder(folder: Path) -> bool:
     """Return whether `CrossEncoder` has saved the folder. Raises DataError for modules that are not supported."""
     if not (folder / MODULES).is_file():
-        return not {NEW, OLD}.isdisjoint(_read(folder / "config.json"))
-    if _read(folder / PROMPTS).get("model_type") != "CrossEncoder":
+        return not {NEW, OLD}.isdisjoint(read_object(folder / "config.json"))
+    if read_object(folder / PROMPTS).get("model_type") != "CrossEncoder":
         return False
     modules = atomic_io.read_json(folder / MODULES)
     kinds = [str(dict(module).get("type")) for module in modules] if isinstance(modules, list) else []
@@ -58,7 +58,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
     if spec.task != "text_classification" or not is_cross_encoder(folder):
         return spec
     single = len(spec.labels) <= 1
-    settings = _read(folder / SETTINGS)
+    settings = read_object(folder / SETTINGS)
     longest = settings.pop("max_seq_length", None)
     for key, value in settings.items():
         if value not in (None, {}, SUPPORTED.get(key)):
@@ -66,7 +66,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
                 f"{folder / SETTINGS}: {key} is {str(value)[:80]}; for a CrossEncoder torchlake supports "
                 f"{SUPPORTED.get(key, 'no value')}"
             )
-    saved = _read(folder / PROMPTS) if (folder / MODULES).is_file() else {}
+    saved = read_object(folder / PROMPTS) if (folder / MODULES).is_file() else {}
     check_keys(folder / PROMPTS, saved, known_keys.CROSS_ENCODER)
     name, prompts = saved.get("default_prompt_name"), saved.get("prompts") or {}
     if name is not None and not isinstance(prompts.get(name), str):
@@ -84,7 +84,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
 
 def _activation(folder: Path, saved: Any, problem: str, *, single: bool) -> str | None:
     """Return the name of the function after the outputs; None for none, or for softmax over several."""
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     given = saved or dict(config.get(NEW) or {}).get("activation_fn") or config.get(OLD)
     if given is None:
         return "Sigmoid" if single else None
@@ -96,8 +96,3 @@ def _activation(folder: Path, saved: Any, problem: str, *, single: bool) -> str 
             f"{'one output' if single else 'several outputs'} torchlake supports {', '.join(allowed)} of torch.nn"
         )
     return named[1] if named[1] in ACTIVATIONS and problem != "multi_label" else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is none."""
-    return dict(atomic_io.read_json(path)) if path.is_file() else {}

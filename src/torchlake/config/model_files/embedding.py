@@ -130,7 +130,7 @@ def write_layout(folder: Path, how: Embedding) -> None:
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the settings of the encoder, and the name of their file. Raises DataError for an unknown key."""
     for name in (SETTINGS, *OLD_SETTINGS):
-        if settings := _read(folder / name):
+        if settings := read_object(folder / name):
             check_keys(folder / name, settings, known_keys.TRANSFORMER)
             return settings, name
     return {}, SETTINGS
@@ -161,7 +161,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
             )
         if known[1] == "Dropout":  # it computes nothing outside of training
             file = atomic_io.safe_join(folder, str(module["path"])) / "config.json"
-            check_keys(file, _read(file), known_keys.DROPOUT)
+            check_keys(file, read_object(file), known_keys.DROPOUT)
             continue
         kinds.append(known[1])
         paths.append(str(module["path"]))
@@ -172,10 +172,10 @@ def _read_modules(folder: Path, width: int) -> Embedding:
             "itself, Pooling, any number of Dense, and Normalize last"
         )
     settings, name = read_settings(folder)
-    prompts = _read(folder / PROMPTS)
+    prompts = read_object(folder / PROMPTS)
     check_keys(folder / PROMPTS, prompts, known_keys.PROMPTS)
     place = atomic_io.safe_join(folder, paths[1]) / "config.json"
-    poolings = _poolings(_read(place), place)
+    poolings = _poolings(read_object(place), place)
     dense = tuple(_dense(folder, path) for kind, path in zip(kinds, paths, strict=True) if kind == "Dense")
     dimensions = width * len(poolings)
     for each in dense:
@@ -184,7 +184,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
         dimensions = each.outputs
     if "Normalize" in kinds:
         last = atomic_io.safe_join(folder, paths[-1]) / "config.json"
-        check_keys(last, _read(last), known_keys.NORMALIZE)
+        check_keys(last, read_object(last), known_keys.NORMALIZE)
     return Embedding(
         poolings=poolings,
         dense=dense,
@@ -235,7 +235,7 @@ def _poolings(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
 
 def _dense(folder: Path, path: str) -> Dense:
     place = atomic_io.safe_join(folder, path)
-    config = _read(place / "config.json")
+    config = read_object(place / "config.json")
     check_keys(place / "config.json", config, known_keys.DENSE)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = activation.rpartition(".")[2]
@@ -271,7 +271,7 @@ def _prompt(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _width(folder: Path) -> int:
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     for name in ("hidden_size", "dim", "d_model", "n_embd"):
         width = config.get(name, (inner or {}).get(name))
@@ -280,7 +280,7 @@ def _width(folder: Path) -> int:
     raise DataError(f"{folder / 'config.json'}: does not say how many numbers a token state has (hidden_size)")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is no file."""
     value = atomic_io.read_json(path) if path.is_file() else {}
     if not isinstance(value, dict):
