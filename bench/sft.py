@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from _clocked import CLOCK, tick
 from _common import SCRATCH, finish, parser
 from _contender import ONE_THREAD
 from _environments import python_of
@@ -30,7 +31,6 @@ from _environments import python_of
 HOME = SCRATCH / "sft"
 LENGTH, RATE = 512, 1e-4
 LIMIT_S = 3_000
-CLOCK = "TORCHLAKE_BENCH_CLOCK"
 TURN = "<|start|>{{ m['role'] }}<|middle|>{{ m['content'] }}<|end|>"
 ANSWER = "<|start|>assistant<|middle|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
 TEMPLATE = (
@@ -51,7 +51,7 @@ class Shape:
     pairs_batch: int
 
 
-SHAPES = (Shape("two-layers", 640, 16, 256, 8), Shape("gpt2-small", 40, 8, 16, 4))
+SHAPES = (Shape("two-layers", 320, 16, 128, 8), Shape("gpt2-small", 24, 8, 12, 4))
 
 
 def build_model(folder: Path, name: str) -> None:
@@ -133,12 +133,6 @@ def peer(kind: str, setup: dict[str, Any]) -> Result:
     if done.returncode or not out.exists():
         return {"reason": (HOME / "peer.log").read_text().strip().splitlines()[-1][:200]}
     return dict(json.loads(out.read_text()))
-
-
-def tick(line: dict[str, Any]) -> None:
-    """Note the CPU time of a rank at each line of its metrics; called by torchlake."""
-    with open(os.environ[CLOCK], "a") as file:
-        file.write(f"{time.process_time()}\n")
 
 
 def learn(kind: str, setup: dict[str, Any]) -> Result:
