@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from torchlake.loss import CHUNK_BYTES
 from torchlake.models.probes import evaluating
@@ -46,6 +47,7 @@ class _Call:
     """One forward pass: the targets that the head gets, and the loss that it returns."""
 
     targets: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     loss: torch.Tensor | None = None
 
 
@@ -144,15 +146,18 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
         return after if same else None
 
 
-def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:
+def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False, each: bool = False) -> None:
     """Let `model` return its loss if its forward pass gets `targets`; `after` is what `find` returned.
 
     With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
     fp32; without, it works as before. `compiled`: compile the pointwise part. The model may be on the meta device.
+
+    `each`: with `targets` (n,) and `places` (n,), numbers of positions in the flattened batch, it returns the
+    log-probability (n,) of each target after its position, in fp32; logits are computed only there.
     """
     head = _head(model)
     assert head is not None, "find() returned the computation after its head"
-    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms)
+    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms, each=each)
 
 
 def _head(model: nn.Module) -> nn.Linear | None:
@@ -187,27 +192,52 @@ def _find_after_head(
     return None
 
 
-def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any]) -> None:
+def _log_probabilities(states: torch.Tensor, targets: torch.Tensor, head: nn.Linear, after: AfterHead) -> torch.Tensor:
+    """Return the log-probabilities (n,) of targets (n,) after states (n, H), in fp32.
+
+    Above CHUNK_BYTES of logits, each chunk's are computed again in the backward pass instead of kept.
+    """
+
+    def some(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(part, head.weight, head.bias)
+        with torch.autocast(part.device.type, enabled=False):
+            return -functional.cross_entropy(after.apply(logits.float()), wanted, reduction="none")
+
+    size = max(1, CHUNK_BYTES // (4 * head.out_features))
+    if len(states) <= size:
+        return some(states, targets)
+    pieces = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(some, part, wanted, use_reentrant=False) for part, wanted in pieces])
+
+
+def _replace(
+    model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any], *, each: bool = False
+) -> None:
     """Set the `forward` of the model and of its head; hooks and the names of tensors do not change."""
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
 
-    def forward(*args: Any, targets: torch.Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        *args: Any, targets: torch.Tensor | None = None, places: torch.Tensor | None = None, **options: Any
+    ) -> Any:
         if targets is None:
             return model_forward(*args, **options)
-        call.targets = targets
+        call.targets, call.places = targets, places
         try:
             logits = model_forward(*args, **options).logits
             assert call.loss is not None, "the model did not call its head"
             # Times zero: it keeps the head's output in the graph, where strategies hook the backward pass.
             return call.loss + logits.sum() * 0
         finally:
-            call.targets = call.loss = None
+            call.targets = call.places = call.loss = None
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
         if call.targets is None:
             return head_forward(hidden)
         states, targets, learning = hidden.flatten(0, 1), call.targets.flatten(), torch.is_grad_enabled()
+        if each:
+            call.loss = _log_probabilities(states[call.places], targets, head, after)
+            return call.loss.sum().expand(1, 1, 1)
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             states, head.weight, head.bias, targets, after, terms, learning
         )

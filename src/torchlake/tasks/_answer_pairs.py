@@ -1,0 +1,133 @@
+"""Pairs of answers as tokens: columns of strings or conversations, with the prompt beside them or in front of both.
+
+    prompt, chosen, rejected    any of them a string, a list of messages, or such a list as JSON
+    no prompt                   what both answers begin with is the prompt: characters, or whole messages
+
+A prompt is a string beside answers that are whole conversations in some published tables: it is then left out, because
+the conversations begin with it.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import TorchlakeError
+from torchlake.tasks._completions import completion_ids
+from torchlake.tasks._inputs import Inputs
+from torchlake.tasks._null_rows import NULL_INPUT
+from torchlake.tasks._rendering import RenderLimitExceeded
+
+NO_PREFERENCE = "no_preference"
+Text = str | list[dict[str, Any]]
+"A text, or the messages of a conversation."
+
+
+class TokenPairs(NamedTuple):
+    """The tokens of N rows; those with an error have none."""
+
+    pairs: list[tuple[list[int], list[int]]]
+    "The chosen and the rejected answer, each after the prompt, whose tokens are ~id."
+    cut: list[int]
+    "Tokens removed from each row."
+    errors: dict[int, str]
+
+
+def tokenize_pairs(tokenizer: Any, inputs: Inputs, spec: TaskSpec) -> TokenPairs:
+    """Tokenize the columns of pairs. Answers that are equal are the error `no_preference`, a blank one `null_input`."""
+    columns = [inputs[name].to_pylist() if name in inputs else None for name in ("text", "chosen", "rejected")]
+    prompts, chosen, rejected = columns
+    assert chosen is not None, "a pair has two answers"
+    assert rejected is not None, "a pair has two answers"
+    found = TokenPairs([], [], {})
+    for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
+        pair: tuple[list[int], list[int]] = ([], [])
+        cut = 0
+        try:
+            parts = _parts(None if prompts is None else _read(prompts[row]), _read(one), _read(other))
+            if any(_is_blank(answer) for answer in parts[1:]):
+                found.errors[row] = NULL_INPUT
+            elif parts[1] == parts[2]:
+                found.errors[row] = NO_PREFERENCE
+            else:
+                pair = (completion_ids(tokenizer, parts[0], parts[1]), completion_ids(tokenizer, parts[0], parts[2]))
+                pair, cut = _fitted(pair, spec.max_length)
+                if pair[0] == pair[1]:
+                    found.errors[row] = f"{NO_PREFERENCE}: the answers have the same {len(pair[0]):,} tokens"
+        except RenderLimitExceeded as error:
+            found.errors[row] = f"chat_limit: {error}"[:500]
+        except TorchlakeError:
+            raise
+        except Exception as error:  # not a conversation, or raised by the template
+            found.errors[row] = f"bad_chat: {error}"[:500]
+        found.pairs.append(([], []) if row in found.errors else pair)
+        found.cut.append(cut)
+    return found
+
+
+def _read(value: Any) -> Text:
+    """Return a value of a column as a text, or as messages if it is a list of them or such a list in JSON."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith("["):
+            return value
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return value
+        if not (isinstance(read, list) and all(isinstance(one, dict) and "role" in one for one in read)):
+            return value
+        return read
+    if not isinstance(value, list):
+        raise ValueError(f"it holds {type(value).__name__}, neither a text nor a list of messages")
+    return value
+
+
+def _parts(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """Return a prompt and two answers to it, all texts or all messages."""
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError("one answer is a text, the other a conversation")
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if prompt is None:
+            return _after_common_start(chosen, rejected)
+        if isinstance(prompt, list):
+            return prompt, _as_message("assistant", chosen), _as_message("assistant", rejected)
+        return prompt, chosen, rejected
+    whole = len(chosen) > 0 and len(rejected) > 0 and chosen[0] == rejected[0] and chosen[0].get("role") != "assistant"
+    if prompt is None or (whole and isinstance(prompt, str)):
+        return _after_common_start(chosen, rejected)
+    if isinstance(prompt, str):
+        return _as_message("user", prompt), chosen, rejected
+    start = len(prompt)
+    if whole and chosen[:start] == rejected[:start] == prompt:
+        return prompt, chosen[start:], rejected[start:]
+    return prompt, chosen, rejected
+
+
+def _as_message(role: str, text: Text) -> list[dict[str, Any]]:
+    return [] if not str(text).strip() else [{"role": role, "content": text}]
+
+
+def _after_common_start(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """Return what both begin with, and the rest of each, which is not empty.
+
+    The space before a word of a text belongs to the answers, as tokenizers have it.
+    """
+    shorter = min(len(chosen), len(rejected))
+    same = next((place for place in range(shorter) if chosen[place] != rejected[place]), max(0, shorter - 1))
+    if same and isinstance(chosen, str) and same < shorter and chosen[same - 1] == " ":
+        same -= 1
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _is_blank(answer: Text) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    return all(not str(one.get("content") or "").strip() and not one.get("tool_calls") for one in answer)
+
+
+def _fitted(pair: tuple[list[int], list[int]], length: int) -> tuple[tuple[list[int], list[int]], int]:
+    """Return both answers in at most `length` tokens, and how many were removed: of the prompt first, at its start."""
+    prompt = next((place for place, token in enumerate(pair[0]) if token >= 0), len(pair[0]))
+    over = max(0, max(map(len, pair)) - length)
+    from_prompt = min(over, max(0, prompt - 1))
+    fitted = tuple(answer[from_prompt:][:length] for answer in pair)
+    return (fitted[0], fitted[1]), sum(map(len, pair)) - sum(map(len, fitted))
