@@ -1,20 +1,97 @@
-"""Temporary."""
+"""Prompts with their completions as tokens, of which the completion is learned: ~id, below zero, is not learned.
 
+Strings are joined as they are, and the completion ends with the tokenizer's end token. Messages are rendered by the
+chat template, and end with the end token of the last turn.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._chat import read_messages
+from torchlake.tasks._rendering import Request, render
+
+Side = str | list[dict[str, Any]]
+"A prompt or a completion: text, or messages."
 
 
 def completion_ids(
-    tokenizer: Any, prompt: Any, completion: Any, *, tools: Any = None, options: Any = None
+    tokenizer: Any,
+    prompt: Side,
+    completion: Side,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    if isinstance(prompt, list):
-        before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-        add = False
-    else:
-        before, whole, add = prompt, prompt + completion, True
-    first = tokenizer(before, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    if ids[-1] != tokenizer.eos_token_id:
-        ids = [*ids, tokenizer.eos_token_id]
-    common = next((i for i, (a, b) in enumerate(zip(first, ids)) if a != b), min(len(first), len(ids)))
-    return [~i if at < common else i for at, i in enumerate(ids)]
+    """Return the tokens of a prompt, as ~id, and of its completion, which ends with the end token.
+
+    `options` are further variables of the chat template. Raises ValueError in words for a row error; see `row_error`.
+    """
+    [found] = all_completion_ids(tokenizer, [(prompt, completion, tools)], options=options)
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def all_completion_ids(
+    tokenizer: Any,
+    rows: Sequence[tuple[Side, Side, Sequence[Mapping[str, Any]] | None]],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> list[list[int] | ValueError]:
+    """Return the same for many rows of prompt, completion and tools, or why a row has none; one request for each."""
+    found: list[list[int] | ValueError] = [ValueError("it has no text")] * len(rows)
+    texts, requests = dict[int, Rendered](), dict[int, Request]()
+    for row, (prompt, completion, tools) in enumerate(rows):
+        if isinstance(prompt, str) and isinstance(completion, str):
+            texts[row] = joined(prompt, completion)
+            continue
+        try:
+            requests[row] = request_of(prompt, completion, tools, options)
+        except (ValueError, RecursionError) as error:
+            found[row] = ValueError(str(error))
+    chats = dict[int, Rendered]()
+    for row, made in zip(requests, render(tokenizer, [*requests.values()]), strict=True):
+        if isinstance(made, ValueError):
+            found[row] = made
+        elif len(made) > 1:
+            found[row] = ValueError("the template changes an answer of the completion after it; keep one answer in it")
+        else:
+            chats[row] = made[0]
+    encoder = Encoder.of(tokenizer)
+    for some, whole in ((texts, False), (chats, True)):
+        for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=whole), strict=True):
+            found[row] = ended(ids, encoder).tolist()
+    return found
+
+
+def joined(prompt: str, completion: str) -> Rendered:
+    """Return a prompt and its completion as one text, of which the completion is learned."""
+    whole = prompt + completion
+    return Rendered(whole, [(len(prompt), len(whole))], [len(prompt)])
+
+
+def request_of(
+    prompt: Side,
+    completion: Side,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Request:
+    """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer."""
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt)
+    answer = (
+        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else read_messages(completion)
+    )
+    return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
+
+
+def ended(ids: np.ndarray, encoder: Encoder) -> np.ndarray:
+    """Return tokens (T,) up to the last learned one, and the tokenizer's end token if none ends them."""
+    learned = np.flatnonzero(ids >= 0)
+    kept = ids[: learned[-1] + 1] if len(learned) else ids
+    end = encoder.tokenizer.eos_token_id
+    if len(kept) and (int(kept[-1]) == end or (int(kept[-1]) in encoder.added)):
+        return kept
+    return np.append(kept, np.int32(end))
