@@ -7,15 +7,13 @@ A prompt is a string beside answers that are whole conversations in some publish
 the conversations begin with it.
 """
 
-import json
 from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import TorchlakeError
-from torchlake.tasks._completions import completion_ids
+from torchlake.tasks._chat import looks_like_chats, read_messages, read_tools, row_error
+from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
-from torchlake.tasks._rendering import RenderLimitExceeded
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
@@ -34,51 +32,45 @@ class TokenPairs(NamedTuple):
 
 def tokenize_pairs(tokenizer: Any, inputs: Inputs, spec: TaskSpec) -> TokenPairs:
     """Tokenize the columns of pairs. Answers that are equal are the error `no_preference`, a blank one `null_input`."""
-    columns = [inputs[name].to_pylist() if name in inputs else None for name in ("text", "chosen", "rejected")]
-    prompts, chosen, rejected = columns
+    columns = [inputs[name].to_pylist() if name in inputs else None for name in ("text", "chosen", "rejected", "tools")]
+    prompts, chosen, rejected, tools = columns
     assert chosen is not None, "a pair has two answers"
     assert rejected is not None, "a pair has two answers"
-    found = TokenPairs([], [], {})
+    found = TokenPairs([([], []) for _ in chosen], [0] * len(chosen), {})
+    asked: list[tuple[Text, Text, Any]] = []
+    rows: list[int] = []
     for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
-        pair: tuple[list[int], list[int]] = ([], [])
-        cut = 0
         try:
             parts = _parts(None if prompts is None else _read(prompts[row]), _read(one), _read(other))
-            if any(_is_blank(answer) for answer in parts[1:]):
-                found.errors[row] = NULL_INPUT
-            elif parts[1] == parts[2]:
-                found.errors[row] = NO_PREFERENCE
-            else:
-                pair = (completion_ids(tokenizer, parts[0], parts[1]), completion_ids(tokenizer, parts[0], parts[2]))
-                pair, cut = _fitted(pair, spec.max_length)
-                if pair[0] == pair[1]:
-                    found.errors[row] = f"{NO_PREFERENCE}: the answers have the same {len(pair[0]):,} tokens"
-        except RenderLimitExceeded as error:
-            found.errors[row] = f"chat_limit: {error}"[:500]
-        except TorchlakeError:
-            raise
-        except Exception as error:  # not a conversation, or raised by the template
-            found.errors[row] = f"bad_chat: {error}"[:500]
-        found.pairs.append(([], []) if row in found.errors else pair)
-        found.cut.append(cut)
+            own = None if tools is None else read_tools(tools[row])
+        except (ValueError, RecursionError) as error:
+            found.errors[row] = row_error(error)
+            continue
+        if any(_is_blank(answer) for answer in parts[1:]):
+            found.errors[row] = NULL_INPUT
+        elif parts[1] == parts[2]:
+            found.errors[row] = NO_PREFERENCE
+        else:
+            rows.append(row)
+            asked += [(parts[0], answer, own) for answer in parts[1:]]
+    made = all_completion_ids(tokenizer, asked)
+    for row, one, other in zip(rows, made[::2], made[1::2], strict=True):
+        if isinstance(one, ValueError) or isinstance(other, ValueError):
+            found.errors[row] = row_error(one if isinstance(one, ValueError) else other)  # type: ignore[arg-type]
+            continue
+        pair, found.cut[row] = _fitted(_from_one_prompt(one, other), spec.max_length)
+        if pair[0] == pair[1]:
+            found.errors[row] = f"{NO_PREFERENCE}: the answers have the same {len(pair[0]):,} tokens"
+        else:
+            found.pairs[row] = pair
     return found
 
 
 def _read(value: Any) -> Text:
     """Return a value of a column as a text, or as messages if it is a list of them or such a list in JSON."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith("["):
-            return value
-        try:
-            read = json.loads(value)
-        except ValueError:
-            return value
-        if not (isinstance(read, list) and all(isinstance(one, dict) and "role" in one for one in read)):
-            return value
-        return read
-    if not isinstance(value, list):
-        raise ValueError(f"it holds {type(value).__name__}, neither a text nor a list of messages")
-    return value
+    if isinstance(value, str) and not (value.lstrip().startswith("[") and looks_like_chats([value])):
+        return value
+    return [] if isinstance(value, list) and not value else read_messages(value)
 
 
 def _parts(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
@@ -122,6 +114,16 @@ def _is_blank(answer: Text) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return all(not str(one.get("content") or "").strip() and not one.get("tool_calls") for one in answer)
+
+
+def _from_one_prompt(chosen: list[int], rejected: list[int]) -> tuple[list[int], list[int]]:
+    """Return both after the same prompt, which ends where the first of them begins to be learned."""
+    start = min(next((place for place, token in enumerate(ids) if token >= 0), len(ids)) for ids in (chosen, rejected))
+
+    def learned(ids: list[int]) -> list[int]:
+        return [*ids[:start], *(~token if token < 0 else token for token in ids[start:])]
+
+    return learned(chosen), learned(rejected)
 
 
 def _fitted(pair: tuple[list[int], list[int]], length: int) -> tuple[tuple[list[int], list[int]], int]:
