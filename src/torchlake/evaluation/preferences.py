@@ -44,12 +44,9 @@ def pairs_spec(spec: TaskSpec, text: Any, inputs: Mapping[str, Any] | None) -> T
 
     `inputs` name the columns of the answers, `text` that of the prompt, in place of those of the training table.
     """
-    named = {name: (inputs or {}).get(name, spec.preference.get(name)) for name in ANSWERS}
-    if (
-        spec.task != "text_generation"
-        or (text is not None and not spec.preference and not inputs)
-        or None in named.values()
-    ):
+    given = inputs or {}
+    named = {name: given.get(name, spec.preference.get(name)) for name in ANSWERS}
+    if spec.task != "text_generation" or given.keys() - set(ANSWERS) or None in named.values():
         return None
     asked = spec.preference.get("text", "") if text is None else text
     return replace(
