@@ -1,11 +1,11 @@
-"""Rows that are packed whole: conversations, prompts with completions and texts, each as sequences no longer than a block.
+"""Rows that are packed whole: conversations, completions and texts, as sequences no longer than a block.
 
     conversation that the template does not change later   one sequence, with several answers
     any other conversation                                 a sequence for each answer
 
-A longer row is cut, dropped, or an error (`data.too_long`). A conversation is cut at its beginning before a message that
-the assistant has not written, with its system text kept, and rendered again: it is what `predict` would read. As many
-messages are kept as fit. A row without a learned token is an error row.
+A longer row is cut, dropped, or an error (`data.too_long`). A conversation is cut at its beginning, before a message
+that the assistant has not written, with its system text kept, and rendered again: it is what `predict` would read. As
+many messages are kept as fit. A row without a learned token is an error row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._rendering import Request, render
 
 SEQUENCES, LEARNED, MERGED = "sequences", "learned", "merged"
-"Arrays beside the tokens: the lengths of a row's sequences, its targets, its answers after other tokens than predict's."
+"Beside the tokens of a row: the lengths of its sequences, its targets, its answers after other tokens than predict's."
 TYPES = {SEQUENCES: pa.list_(pa.int32()), LEARNED: pa.int32(), MERGED: pa.int32()}
 NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
 MOST_TURNS = 64
@@ -101,6 +101,8 @@ class _Making:
         """Replace a sequence by those of a shorter conversation."""
         place = next(at for at, each in enumerate(self.sequences[one.row]) if each is one)
         fitting = [] if isinstance(made, ValueError) else [each for each in made if len(each.ids) <= self.length]
+        if isinstance(made, ValueError):
+            self.errors[one.row] = row_error(made)
         if fitting:
             fitting[0].cut = max(0, len(one.ids) - sum(len(each.ids) for each in fitting))
         self.sequences[one.row][place : place + 1] = fitting
@@ -140,14 +142,11 @@ class _Making:
             left = [at for at, each in enumerate(found) if each is None]
             searches = [_Search.of(long[at].request, by_role) for at in left]
             while asked := {at: one.next for at, one in zip(left, searches, strict=True) if one.next}:
-                tried = {
-                    at: search.cut(asked[at], "whole") for at, search in zip(left, searches, strict=True) if at in asked
-                }
-                made = self._rendered(tried)
-                for at, search in zip(left, searches, strict=True):
-                    if at in asked:
-                        each = made[at]
-                        search.learn(isinstance(each, list) and len(each[0].ids) <= self.length)
+                tried = {at: one for at, one in zip(left, searches, strict=True) if at in asked}
+                made = self._rendered({at: one.cut(asked[at], "whole") for at, one in tried.items()})
+                for at, search in tried.items():
+                    each = made[at]
+                    search.learn(isinstance(each, list) and len(each[0].ids) <= self.length)
             for at, search in zip(left, searches, strict=True):
                 if search.good:
                     found[at] = search.cut(search.good, None)
@@ -252,13 +251,11 @@ def _rows_of(
             continue
         elif chat or not isinstance(answers[row], str) or is_chat(completion.type, names):
             try:
-                value, answer = (
-                    read_messages(each, names)
-                    if chat and isinstance(each, str) and each.lstrip().startswith("[")
-                    else each
+                asked, answer = (
+                    read_messages(each, names) if options.chat and str(each).lstrip()[:1] == "[" else each
                     for each in (value, answers[row])
                 )
-                made = request_of(value, answer, None if called is None else read_tools(called[row]), names=names)
+                made = request_of(asked, answer, None if called is None else read_tools(called[row]), names=names)
                 system = with_system([*made.messages], options.system)
                 more = len(system) - len(made.messages)
                 requests[row] = replace(made, messages=system, first=made.first + more)
