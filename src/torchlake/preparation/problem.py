@@ -5,6 +5,7 @@ Cost: one pass over the label column.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.task_spec import (
     TASK_FILE,
     LabelColumn,
+    RowOptions,
     TaskSpec,
     as_columns,
     spec_from_json,
@@ -25,10 +27,13 @@ from torchlake.errors import ConfigError
 from torchlake.labels.column import label_warnings, read_labels
 from torchlake.loss import check_objective
 from torchlake.models.load import head_spec
+from torchlake.preparation.conversations import row_options, with_table
 from torchlake.runs.folder import read_options_of
 from torchlake.storage.spread import Spread, in_process
-from torchlake.tasks import PAIR, PROMPT
+from torchlake.tasks import PAIR
 
+OF_ROWS = ("completion", "messages", "system", "pack", "too_long")
+"Settings of data for a language model's rows."
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +46,8 @@ def find_task_spec(
         return spec_from_json(path, atomic_io.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.task)
-    drafted, options = draft_spec(job), read_options_of(job, "train")
+    options = read_options_of(job, "train")
+    drafted = with_table(draft_spec(job), data.train, options, spread)
     found = read_labels(data, drafted, task, options, spread=spread) if drafted.label is not None else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
@@ -63,7 +69,8 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.label": not labeled and data.label != defaults["label"].default,
         "data.problem": not labeled and data.problem is not None,
         "data.label_separator": data.label_separator is not None and "multi_label" not in task.default_metric,
-        "data.learn": not task.packs and data.learn != "all",
+        "data.learn": not task.packs and data.learn not in (None, "all"),
+        **{f"data.{name}": getattr(data, name) is not None for name in _unread(task)},
         "data.text": "text" not in task.inputs and data.text != defaults["text"].default,
         "data.chosen": not task.pairs and data.chosen is not None,
         "train.preference": not task.pairs and job.train.preference is not None,
@@ -77,6 +84,7 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.problem": f"learns the text itself and reads no label{unless}",
         "data.label_separator": "reads no several classes per row",
         "data.learn": "learns labels, not the turns of a conversation",
+        **dict.fromkeys((f"data.{name}" for name in OF_ROWS), "reads no conversations or completions"),
         "data.text": "reads no text",
         "data.chosen": "learns from no pairs of answers, which text_generation does",
         "train.preference": "learns from no pairs of answers (data.chosen and data.rejected)",
@@ -86,8 +94,8 @@ def draft_spec(job: Job) -> TaskSpec:
     }
     for name in (name for name, unused in ignored.items() if unused):
         raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")
-    if (task.inputs.get("text") == PROMPT or task.pairs) and not isinstance(data.text, str | None):
-        raise ConfigError(f"data.text: {task.name} reads one column of text; name one")
+    if task.pairs and not isinstance(data.text, str | None):
+        raise ConfigError(f"data.text: {task.name} reads one column of prompts; name one")
     if job.model.base is None and task.needs_base:
         raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     named = {**data.inputs, **_answers(data)}
@@ -96,9 +104,12 @@ def draft_spec(job: Job) -> TaskSpec:
     if unknown:
         known = f"its other inputs are {', '.join(others)}" if others else "it has no other inputs"
         raise ConfigError(f"data.inputs: {task.name} has no input {unknown[0]!r}; {known}")
+    inputs = {name: named.get(name, name) for name in others if name in named or name not in task.optional}
+    if data.completion is not None:
+        inputs["completion"] = data.completion
     return TaskSpec(
         task=task.name,
-        problem=task.problems.get(data.learn, task.name),
+        problem=task.problems.get(data.learn or ("assistant" if "completion" in inputs else "all"), task.name),
         labels=(),
         text=(data.text or "") if "text" in task.inputs else "",
         label=data.label if labeled else None,
@@ -107,10 +118,16 @@ def draft_spec(job: Job) -> TaskSpec:
         template=data.template,
         text_pair=data.text_pair,
         label_separator=data.label_separator,
-        inputs={name: named.get(name, name) for name in others if name in named or name not in task.optional},
+        inputs=inputs,
         options=task.checked_options(job.model.task_options, ConfigError),
+        rows=row_options(data) if task.packs or task.pairs else RowOptions(),
         preference=_preference(job) if task.pairs else {},
     )
+
+
+def _unread(task: Any) -> Sequence[str]:
+    """Return the settings of a language model's rows that do not apply to a task's."""
+    return () if task.packs else ("completion", "pack") if task.pairs else OF_ROWS
 
 
 def _preference(job: Job) -> dict[str, Any]:

@@ -9,11 +9,12 @@ the conversations begin with it.
 
 from typing import Any, NamedTuple
 
-from torchlake.config.task_spec import TaskSpec
-from torchlake.tasks._chat import looks_like_chats, read_messages, read_tools, row_error
+from torchlake.config.task_spec import RowOptions
+from torchlake.tasks._chat import Names, looks_like_chats, read_messages, read_tools, row_error, with_system
 from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
+from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
@@ -30,8 +31,13 @@ class TokenPairs(NamedTuple):
     errors: dict[int, str]
 
 
-def tokenize_pairs(tokenizer: Any, inputs: Inputs, spec: TaskSpec) -> TokenPairs:
-    """Tokenize the columns of pairs. Answers that are equal are the error `no_preference`, a blank one `null_input`."""
+def tokenize_pairs(
+    tokenizer: Any, inputs: Inputs, how: RowOptions, length: int, names: Names | None = None
+) -> TokenPairs:
+    """Tokenize the columns of pairs in at most `length` tokens, as `how` says; `names` are those of messages.
+
+    Answers that are equal are the error `no_preference`, a blank one `null_input`.
+    """
     columns = [inputs[name].to_pylist() if name in inputs else None for name in ("text", "chosen", "rejected", "tools")]
     prompts, chosen, rejected, tools = columns
     assert chosen is not None, "a pair has two answers"
@@ -41,7 +47,9 @@ def tokenize_pairs(tokenizer: Any, inputs: Inputs, spec: TaskSpec) -> TokenPairs
     rows: list[int] = []
     for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
         try:
-            parts = _parts(None if prompts is None else _read(prompts[row]), _read(one), _read(other))
+            parts = _parts(
+                None if prompts is None else _read(prompts[row], names), _read(one, names), _read(other, names)
+            )
             own = None if tools is None else read_tools(tools[row])
         except (ValueError, RecursionError) as error:
             found.errors[row] = row_error(error)
@@ -52,25 +60,34 @@ def tokenize_pairs(tokenizer: Any, inputs: Inputs, spec: TaskSpec) -> TokenPairs
             found.errors[row] = NO_PREFERENCE
         else:
             rows.append(row)
-            asked += [(parts[0], answer, own) for answer in parts[1:]]
+            first = parts[0]
+            if how.system is not None and isinstance(parts[1], list):
+                first = with_system(first, how.system) if first else [{"role": "system", "content": how.system}]
+            asked += [(first, answer, own) for answer in parts[1:]]
     made = all_completion_ids(tokenizer, asked)
     for row, one, other in zip(rows, made[::2], made[1::2], strict=True):
         if isinstance(one, ValueError) or isinstance(other, ValueError):
             found.errors[row] = row_error(one if isinstance(one, ValueError) else other)  # type: ignore[arg-type]
             continue
-        pair, found.cut[row] = _fitted(_from_one_prompt(one, other), spec.max_length)
-        if pair[0] == pair[1]:
+        over = max(len(one), len(other))
+        if over > length and how.too_long in ("drop", "error"):
+            found.errors[row] = f"{TOO_LONG}: {over:,} tokens, and model.max_length is {length:,}"
+            continue
+        pair, found.cut[row] = _fitted(_from_one_prompt(one, other), length, at_end=how.too_long == "cut_end")
+        if not all(any(token >= 0 for token in ids[1:]) for ids in pair):
+            found.errors[row] = f"{NO_ANSWER}: the prompt alone fills the {length:,} tokens of a row"
+        elif pair[0] == pair[1]:
             found.errors[row] = f"{NO_PREFERENCE}: the answers have the same {len(pair[0]):,} tokens"
         else:
             found.pairs[row] = pair
     return found
 
 
-def _read(value: Any) -> Text:
+def _read(value: Any, names: Names | None) -> Text:
     """Return a value of a column as a text, or as messages if it is a list of them or such a list in JSON."""
-    if isinstance(value, str) and not (value.lstrip().startswith("[") and looks_like_chats([value])):
+    if isinstance(value, str) and not (value.lstrip().startswith("[") and looks_like_chats([value], names)):
         return value
-    return [] if isinstance(value, list) and not value else read_messages(value)
+    return [] if isinstance(value, list) and not value else read_messages(value, names)
 
 
 def _parts(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
@@ -126,10 +143,11 @@ def _from_one_prompt(chosen: list[int], rejected: list[int]) -> tuple[list[int],
     return learned(chosen), learned(rejected)
 
 
-def _fitted(pair: tuple[list[int], list[int]], length: int) -> tuple[tuple[list[int], list[int]], int]:
-    """Return both answers in at most `length` tokens, and how many were removed: of the prompt first, at its start."""
+def _fitted(pair: tuple[list[int], list[int]], length: int, *, at_end: bool) -> tuple[tuple[list[int], list[int]], int]:
+    """Return both answers in at most `length` tokens, and how many were removed: at the end, or of the prompt first, at
+    its start."""
     prompt = next((place for place, token in enumerate(pair[0]) if token >= 0), len(pair[0]))
     over = max(0, max(map(len, pair)) - length)
-    from_prompt = min(over, max(0, prompt - 1))
+    from_prompt = 0 if at_end else min(over, max(0, prompt - 1))
     fitted = tuple(answer[from_prompt:][:length] for answer in pair)
     return (fitted[0], fitted[1]), sum(map(len, pair)) - sum(map(len, fitted))

@@ -9,7 +9,6 @@ each answer has a text of its own, the one that `predict` would write. Marks in 
 turn. The renderer (`_rendering.py`) finds the places, in characters, and the worker the tokens.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ class Rendered:
     "The answers; None: the whole text is learned."
     prompts: Sequence[int] = ()
     "For each answer, how many characters `predict` feeds before it; -1 if it feeds another text."
+    messages: int = 0
+    "How many messages of the conversation it has."
 
 
 def turn_end(make: Make, tokens: Sequence[str]) -> str | None:
@@ -70,17 +71,18 @@ def answers_in(
             continue  # the assistant begins, and the template has no prompt for that
         text, own = (whole, marks) if at + 1 == len(messages) else make(messages[: at + 1], False)
         same = text.startswith(prompt)
-        start = len(prompt) if same else len(os.path.commonprefix([text, prompt]))
+        start = len(prompt) if same else next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
         spans = [each for each in own if each[1] > start] if marked else [(start, _stop(text, start, end))]
         if spans:
-            found.append(Rendered(text, spans, [len(prompt) if same else -1]))
+            found.append(Rendered(text, spans, [len(prompt) if same else -1], at + 1))
             equal = equal and same and whole.startswith(text[: spans[-1][1]])
     if not found:
         raise ValueError("it has no turn of the assistant to learn")
     if not equal:
         return found
     spans = [span for each in found for span in each.spans or ()]
-    return [Rendered(whole, marks if marked and not (first or last) else spans, [each.prompts[0] for each in found])]
+    learned = marks if marked and not (first or last) else spans
+    return [Rendered(whole, learned, [each.prompts[0] for each in found], len(messages))]
 
 
 def _stop(text: str, start: int, end: str | None) -> int:

@@ -92,7 +92,9 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = json.loads(value) if isinstance(value, str) and value.strip() else without_fillers(value)
     if not tools or isinstance(tools, str):
         return None
-    tools = [json.loads(each) if isinstance(each, str) else each for each in tools] if isinstance(tools, list) else tools
+    tools = (
+        [json.loads(each) if isinstance(each, str) else each for each in tools] if isinstance(tools, list) else tools
+    )
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise ValueError("its tools are not a list of JSON schemas")
     return tools
@@ -118,7 +120,9 @@ def _message(number: int, message: Any, names: Names | None) -> dict[str, Any]:
     role = message.get(names.role)
     if not isinstance(role, str):
         raise ValueError(f"message {number} has no text in {names.role!r}")
-    others = {name: each for name, each in message.items() if each is not None and name not in (names.role, names.content)}
+    others = {
+        name: each for name, each in message.items() if each is not None and name not in (names.role, names.content)
+    }
     if not others.get("tool_calls", True):
         del others["tool_calls"]  # an empty list: none
     content = message.get(names.content)
@@ -200,4 +204,3 @@ def render_chats(
 
 def _is_word(kind: pa.DataType) -> bool:
     return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
-

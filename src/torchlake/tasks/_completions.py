@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.tasks._answer_spans import Encoder, Rendered
-from torchlake.tasks._chat import read_messages
+from torchlake.tasks._chat import Names, read_messages
 from torchlake.tasks._rendering import Request, render
 
 Side = str | list[dict[str, Any]]
@@ -61,9 +61,9 @@ def all_completion_ids(
         else:
             chats[row] = made[0]
     encoder = Encoder.of(tokenizer)
-    for some, whole in ((texts, False), (chats, True)):
-        for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=whole), strict=True):
-            found[row] = ended(ids, encoder).tolist()
+    for some, turn in ((texts, False), (chats, True)):
+        for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):
+            found[row] = ended(ids, encoder, turn=turn).tolist()
     return found
 
 
@@ -78,20 +78,24 @@ def request_of(
     completion: Side,
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    names: Names | None = None,
 ) -> Request:
     """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer."""
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt)
-    answer = (
-        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else read_messages(completion)
-    )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, names)
+    said = [{"role": "assistant", "content": completion}]
+    answer = said if isinstance(completion, str) else read_messages(completion, names)
     return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
 
 
-def ended(ids: np.ndarray, encoder: Encoder) -> np.ndarray:
-    """Return tokens (T,) up to the last learned one, and the tokenizer's end token if none ends them."""
+def ended(ids: np.ndarray, encoder: Encoder, *, turn: bool) -> np.ndarray:
+    """Return tokens (T,) up to the last learned one, and the tokenizer's end token unless they end with it.
+
+    `turn`: any token that was added to the tokenizer ends an assistant's turn.
+    """
     learned = np.flatnonzero(ids >= 0)
     kept = ids[: learned[-1] + 1] if len(learned) else ids
     end = encoder.tokenizer.eos_token_id
-    if len(kept) and (int(kept[-1]) == end or (int(kept[-1]) in encoder.added)):
+    if len(kept) and (int(kept[-1]) == end or (turn and int(kept[-1]) in encoder.added)):
         return kept
     return np.append(kept, np.int32(end))

@@ -189,7 +189,7 @@ def serve() -> None:
         answer: dict[str, Any]
         try:
             texts = template.texts(request)
-            answer = {"texts": [(each.text, each.spans, each.prompts) for each in texts]}
+            answer = {"texts": [(each.text, each.spans, each.prompts, each.messages) for each in texts]}
             if sum(len(each.text) for each in texts) > MOST_CHARACTERS:
                 answer = {"limit": f"the template wrote more than {MOST_CHARACTERS:,} characters"}
         except MemoryError:
@@ -225,7 +225,7 @@ class _Template:
             return self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
 
         if request.want in ("prompt", "whole"):
-            return [Rendered(make(messages, request.want == "prompt")[0])]
+            return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:
             self.end = (turn_end(make, self.tokens),)
         last = request.want == "last"

@@ -19,7 +19,7 @@ one of text generation, which remembers the settings for `evaluate`.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +29,14 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.batching import Ragged
-from torchlake.data.features import INPUT_IDS, Array, Features
+from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.data.pairs import SUMS
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.tables.arrays import from_strings
-from torchlake.tasks import ANY, Inputs
+from torchlake.tasks import ANY, EXTRA, Inputs
 from torchlake.tasks._answer_pairs import tokenize_pairs
-from torchlake.tasks.text_generation import TextGeneration
+from torchlake.tasks.text_generation import TextGeneration, documents, names_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,8 @@ Z95 = 1.959964
 class Preference(TextGeneration):
     """A causal language model, which learns from pairs of answers."""
 
-    inputs = {"text": ANY, "chosen": ANY, "rejected": ANY}
-    optional = ("text",)
+    inputs = {"text": ANY, "chosen": ANY, "rejected": ANY, "tools": EXTRA}
+    optional = ("text", "tools")
     problems: Mapping[str, Problem] = {"all": "preference"}
     packs = False
     pairs = True
@@ -60,6 +60,10 @@ class Preference(TextGeneration):
     kept_back = ("answer_places", "answer_ids", "answer_slots", "answer_columns", "answer_targets")
     directions = {"loss": "lower", "reward_accuracy": "higher", "reward_margin": "higher"}
     default_metric = {"preference": "loss"}
+
+    def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
+        """Return the task with the table's column of tools, if it has one."""
+        return spec if "tools" not in schema.names else replace(spec, inputs={"tools": "tools", **spec.inputs})
 
     def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs:
         """Return texts without answers, with which a model is tested."""
@@ -75,8 +79,8 @@ class Preference(TextGeneration):
     ) -> tuple[Features, pa.Array | None]:
         """Return the tokens of pairs, the chosen one first; those of texts, if there are no answers."""
         if "chosen" not in inputs:
-            return super().examples(inputs, labels, processor, spec)
-        found, cut, errors = tokenize_pairs(processor, inputs, spec)
+            return text_features(documents(processor, inputs["text"].to_pylist())), None
+        found, cut, errors = tokenize_pairs(processor, inputs, spec.rows, spec.max_length, names_of(spec))
         answers = [np.array(answer, np.int32) for pair in found for answer in pair]
         lengths = np.array([len(answer) for answer in answers], np.int64).reshape(-1, 2)
         predicted = np.array([(answer[1:] >= 0).sum() for answer in answers]).reshape(-1, 2)

@@ -20,7 +20,7 @@ import training_runs as runs
 from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.sections.preference import PreferenceOptions
-from torchlake.config.task_spec import TaskSpec
+from torchlake.config.task_spec import RowOptions, TaskSpec
 from torchlake.data import pairs
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.errors import ConfigError, DataError, UsageError
@@ -120,7 +120,7 @@ GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("good", "bad 
 def test_conversations_come_in_many_forms(tokenizer: Any, prompt: Any, chosen: Any, rejected: Any) -> None:
     inputs = {"chosen": pa.array([chosen]), "rejected": pa.array([rejected])}
     inputs |= {} if prompt is None else {"text": pa.array([prompt])}
-    (pair,), _, errors = tokenize_pairs(tokenizer, inputs, spec())
+    (pair,), _, errors = tokenize_pairs(tokenizer, inputs, RowOptions(), 64)
     assert errors == {}
     asked = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     for ids, answer in zip(pair, ("good", "bad bad"), strict=True):
@@ -138,7 +138,7 @@ def test_conversations_come_in_many_forms(tokenizer: Any, prompt: Any, chosen: A
 def test_what_both_texts_begin_with_is_the_prompt(tokenizer: Any, start: str, ends: tuple[str, str]) -> None:
     chosen, rejected = (start + end for end in ends)
     columns = {"chosen": pa.array([chosen]), "rejected": pa.array([rejected])}
-    (pair,), _, errors = tokenize_pairs(tokenizer, columns, spec())
+    (pair,), _, errors = tokenize_pairs(tokenizer, columns, RowOptions(), 64)
     if errors:
         assert chosen == rejected or errors[0] == "null_input" or errors[0].startswith("no_preference")
         return
@@ -157,17 +157,17 @@ def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     assert made.errors == {0: "no_preference", 1: "null_input", 2: "null_input", 3: "null_input"}
     assert made.rows.tolist() == [4]
     mixed = {"chosen": pa.array(["good"]), "rejected": pa.array([json.dumps(BAD)])}
-    assert tokenize_pairs(tokenizer, mixed, spec()).errors == {
+    assert tokenize_pairs(tokenizer, mixed, RowOptions(), 64).errors == {
         0: "bad_chat: one answer is a text, the other a conversation"
     }
 
 
 def test_long_pairs_lose_the_start_of_their_prompt(tokenizer: Any) -> None:
     columns = {"text": pa.array(["film " * 100]), "chosen": pa.array([" good"]), "rejected": pa.array([" bad" * 20])}
-    (pair,), cut, _ = tokenize_pairs(tokenizer, columns, spec())
+    (pair,), cut, _ = tokenize_pairs(tokenizer, columns, RowOptions(), 64)
     assert max(map(len, pair)) == 64
     learned = [[token for token in ids if token >= 0] for ids in pair]
-    whole, _, _ = tokenize_pairs(tokenizer, {**columns, "text": pa.array(["film"])}, spec())
+    whole, _, _ = tokenize_pairs(tokenizer, {**columns, "text": pa.array(["film"])}, RowOptions(), 64)
     assert learned == [[token for token in ids if token >= 0] for ids in whole[0]]
     assert cut[0] > 0
     assert len(pair[0]) - len(learned[0]) == len(pair[1]) - len(learned[1])

@@ -82,9 +82,7 @@ def find_traits(
     if not stores_all(job):
         weights = {name: weights[name] for name in trainable_names(model, train)}
     rows = [each["input_ids"][0] for each in batches] if task.packs or task.pairs else []
-    isolates = spec.problem in ("next_answer_token", "preference") and probes.isolates(
-        model, rows, dict(task.forward_options)
-    )
+    isolates = (spec.whole or task.pairs) and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
     chunked = (task.packs or task.pairs) and find_precision(precision, device).dtype is not torch.float16
