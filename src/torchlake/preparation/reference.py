@@ -22,6 +22,7 @@ from torchlake.data import batching, pairs
 from torchlake.data.features import INPUT_IDS, from_arrow, take, to_arrow
 from torchlake.engines import Resources
 from torchlake.errors import DataError
+from torchlake.failpoints import failpoint
 from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.models import load
 from torchlake.models.folders import base_folder, model_hash, tokenizer_hash
@@ -122,6 +123,7 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         # A suspect may kill the process: alone in its batch it takes no other row with it.
         for batch in [*np.flatnonzero(suspected)[:, None], *(free[cut] for cut in cuts)]:
             with attempt.running("score", good[batch].tolist()):
+                failpoint("reference.batch")
                 found[good[batch]] = sums(tokens, split, batch)
         attempt.idle()
         if not np.isfinite(found).all():

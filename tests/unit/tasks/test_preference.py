@@ -17,6 +17,7 @@ import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.sections.preference import PreferenceOptions
@@ -299,10 +300,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build_language_model(tmp_path_factory.mktemp("base"), kind="llama")
 
 
-def test_a_killed_run_goes_on_between_reference_and_training_and_in_an_epoch(tmp_path: Path, base: Path) -> None:
+IN_AN_EPOCH = ("rank0.step:5:kill9",)
+EVERYWHERE = ("reference.batch:1:kill9", "commit.write:1:kill9", "rank0.step:1:kill9", "rank0.step:5:kill9")
+
+
+@pytest.mark.parametrize("sites", sweep([(IN_AN_EPOCH,), (EVERYWHERE,)], quick={(IN_AN_EPOCH,)}))
+def test_a_killed_run_goes_on_with_the_same_bytes(tmp_path: Path, base: Path, sites: tuple[str, ...]) -> None:
     runs.succeed(tmp_path / "whole", sections(tmp_path / "a", base))
     job = sections(tmp_path / "a", base)
-    for site in ("commit.write:1:kill9", "rank0.step:1:kill9", "rank0.step:5:kill9"):
+    for site in sites:
         assert runs.attempt(tmp_path / "run", job, failpoint=site).exit_code == -9
     runs.succeed(tmp_path / "run", job)
     losses = runs.losses(tmp_path / "run")
