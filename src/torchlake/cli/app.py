@@ -163,7 +163,8 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime {ENGINE}",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE}",
+    o.EvaluateFlags,
 )
 def evaluate(
     model: ModelFolder,

@@ -123,6 +123,14 @@ class PlanFlags(JobFlags):
     latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
 
 
+class EvaluateFlags:
+    """Options of `evaluate`."""
+
+    reference: Annotated[
+        str, _input("MODEL", "Of pairs of answers: what rewards are relative to (default: as in training).")
+    ]
+
+
 class PredictFlags:
     """Options of `predict`."""
 

@@ -9,7 +9,7 @@ compressed text), and the text is never tokenized again.
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import DataError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import table_job, workspace_of
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
@@ -32,10 +32,13 @@ from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk
 from torchlake.models import folders, load
 from torchlake.outputs.find import folder_output
 from torchlake.outputs.transaction import Transaction
+from torchlake.preparation.conversations import check_training_columns
+from torchlake.preparation.reference import Reference, make_reference
 from torchlake.preparation.row_checks import check_fields, row_checks, usable_rows
 from torchlake.preparation.summary import describe_truncation
-from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
+from torchlake.scoring.rows import beyond_embeddings, within
 from torchlake.tables.arrays import from_numpy
+from torchlake.tables.chunks import first_rows
 from torchlake.tables.failures import reason_hint
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk, chunk_label
@@ -43,8 +46,8 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table
-from torchlake.tasks._inputs import PROMPT, check_columns
 from torchlake.tasks._null_rows import rows_of
+from torchlake.tasks._whole_rows import TOO_LONG
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class PrepareSettings:
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     workspace: Workspace
+    reference: Reference | None = None
+    "The model whose log-probabilities of answers are stored; None: none are."
 
 
 def prepare(
@@ -75,6 +80,7 @@ def prepare(
     bad_rows: Literal["error", "drop"] = "error",
     overwrite: bool = False,
     options: ReadOptions | None = None,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """Tokenize the rows of `table` that `options` select (None: all) into the Parquet folder `output`.
 
@@ -91,7 +97,7 @@ def prepare(
     first rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
     `failed`; FingerprintError if `output` was made from another table or with other settings, unless `overwrite`.
     """
-    work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine)
+    work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine, reference=reference)
     own = OutputOptions(
         max_error_rate=1.0,  # `bad_rows` says what happens to rows with errors
         chunk_rows=work.task.chunk_rows,
@@ -109,7 +115,9 @@ class _Preparing:
     tokenizer: Path | None
     bad_rows: Literal["error", "drop"]
     engine: Engine
+    reference: Reference | None
     source: str = ""
+    fitted: bool = False
     name: str = "prepare"
     key: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -120,19 +128,23 @@ class _Preparing:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.spec.columns
+        return self.spec.columns if self.fitted or not self.task.packs else ()
 
     def fit(self, source: Table) -> pa.Schema:
         self.source = source.source
+        found = self.task.find_columns(source.schema, self.spec, lambda column: first_rows(source, [column]))
+        self.spec, self.fitted = replace(found, rows=replace(found.rows, pack=self.spec.rows.pack)), True
         check_training_columns(source.schema, self.task, self.spec, source.source, self.tokenizer)
         return token_schema(self.spec)
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "format": 2,
+            "format": 3 if self.spec.whole else 2,
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
             "spec": atomic_io.digest(spec_to_json(self.spec)),
             "bad_rows": self.bad_rows,
+            **({} if self.reference is None else {"reference": self.reference.identity}),
+            **({"json": True} if self.spec.rows.chat else {}),
         }
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
@@ -141,12 +153,14 @@ class _Preparing:
             spec=self.spec,
             bad_rows=self.bad_rows,
             workspace=workspace_of(out),
+            reference=self.reference,
         )
         return self.engine.run_chunks(
             plugins.carried(self.spec.task, partial(make_token_worker, settings)),
             items,
             name=f"prepare {out.title}",
             label=chunk_label,
+            **({} if self.reference is None else {"resources": self.reference.resources}),
         )
 
     def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
@@ -181,6 +195,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     processor = task.load_processor(folder, spec, scoring=False)
     reader = ChunkReader(spec.columns)
     schema, embeddings = token_schema(spec), None if folder is None else load.embeddings(folder)
+    score = None if settings.reference is None else make_reference(settings.reference, spec, processor)
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """Return the columns of some of the chunk's rows, except `row_id`."""
@@ -202,7 +217,9 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
 
         made = pa.concat_tables(attempt.tokenizing(make)).combine_chunks()
         if settings.bad_rows == "error":
-            _refuse_bad_rows(chunk, made["error"])
+            _refuse_bad_rows(chunk, made["error"], accepted=TOO_LONG if spec.rows.too_long == "drop" else None)
+        if score is not None:
+            made = score(made, attempt)
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[WrittenChunk]:
@@ -217,9 +234,10 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     return worker
 
 
-def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
-    """Raise DataError if any row cannot be trained on."""
-    bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray, *, accepted: str | None = None) -> None:
+    """Raise DataError if any row cannot be trained on, for another reason than `accepted`."""
+    found = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+    bad = [(row, reason) for row, reason in found if accepted is None or not reason.startswith(f"{accepted}:")]
     if bad:
         first = "; ".join(f"row {chunk.number(row)}: {reason}" for row, reason in bad[:3])
         raise DataError(
@@ -260,32 +278,6 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
             f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, "
             "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
             "save both."
-        )
-
-
-def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source: str, tokenizer: Path | None) -> None:
-    """Raise TableError for columns that are not the task's inputs, UsageError for conversations without a template."""
-    if not task.generates or task.inputs["text"] != PROMPT:
-        check_columns(schema, task.inputs, spec, source)
-        return
-    assert isinstance(spec.text, str), "a prompt is one column"
-    assert tokenizer is not None, "the tasks that read prompts start from a model"
-    chat = check_prompts(schema, spec.text, source, task, tokenizer)
-    if spec.problem == "next_answer_token":
-        check_answers(task, tokenizer, source, spec.text, chat=chat)
-
-
-def check_answers(task: Any, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
-    """Raise UsageError if the assistant's turns cannot be identified."""
-    if not chat:
-        raise UsageError(
-            f"{source}: data.learn is assistant, and {text!r} holds text, not conversations (lists of structs with "
-            "role and content). Leave data.learn out."
-        )
-    if not task.marks_answers(load.load_tokenizer(tokenizer)):
-        raise UsageError(
-            f"data.learn is assistant, and the chat template in {tokenizer} does not mark the assistant's turns with "
-            "{% generation %} and {% endgeneration %}. Add them, or leave data.learn out."
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from torchlake.loss import CHUNK_BYTES, SMALL_BYTES
 from torchlake.models.probes import evaluating
@@ -143,16 +144,17 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
         return after if same else None
 
 
-def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:
+def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False, each: bool = False) -> None:
     """Let `model` return its loss if its forward pass gets `targets`; `after` is what `find` returned.
 
     With `targets` (n,) int64 and `places` (n,), numbers of positions in the flattened batch, `model(...)` returns the
-    loss () summed over the targets in fp32, and computes logits only at those places; without, it works as before.
-    `compiled`: compile the pointwise part. The model may be on the meta device.
+    loss () summed over the targets in fp32, or with `each` the log-probability (n,) of each; it computes logits only at
+    those places. Without targets it works as before. `compiled`: compile the pointwise part of the summed loss. The
+    model may be on the meta device.
     """
     head = _head(model)
     assert head is not None, "find() returned the computation after its head"
-    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms)
+    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms, each=each)
 
 
 def _head(model: nn.Module) -> nn.Linear | None:
@@ -187,7 +189,27 @@ def _find_after_head(
     return None
 
 
-def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any]) -> None:
+def _log_probabilities(states: torch.Tensor, targets: torch.Tensor, head: nn.Linear, after: AfterHead) -> torch.Tensor:
+    """Return the log-probabilities (n,) of targets (n,) after states (n, H), in fp32.
+
+    Above CHUNK_BYTES of logits, each chunk's are computed again in the backward pass instead of kept.
+    """
+
+    def some(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(part, head.weight, head.bias)
+        with torch.autocast(part.device.type, enabled=False):
+            return -functional.cross_entropy(after.apply(logits.float()), wanted, reduction="none")
+
+    size = max(1, CHUNK_BYTES // (4 * head.out_features))
+    if len(states) <= size:
+        return some(states, targets)
+    pieces = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(some, part, wanted, use_reentrant=False) for part, wanted in pieces])
+
+
+def _replace(
+    model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any], *, each: bool = False
+) -> None:
     """Set the `forward` of the model and of its head; hooks and the names of tensors do not change."""
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
@@ -210,6 +232,9 @@ def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callabl
         if call.targets is None or call.places is None:
             return head_forward(hidden)
         states = hidden.flatten(0, 1).index_select(0, call.places)
+        if each:
+            call.loss = _log_probabilities(states, call.targets, head, after)
+            return call.loss.sum().expand(1, 1, 1)
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             states, head.weight, head.bias, call.targets, after, terms, torch.is_grad_enabled()
         )

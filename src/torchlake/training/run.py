@@ -29,6 +29,7 @@ from torchlake.preparation.checks import check_metric, check_tables, unknown_met
 from torchlake.preparation.findings import Finding
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
+from torchlake.preparation.reference import find_reference
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
@@ -230,7 +231,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 
 def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
     """Tokenize the training table and the validation table, if any; return the folders of token Parquet."""
-    folders = []
+    folders, reference = [], find_reference(job, base, spec)
     for name, table in run_folder.stored_tables(job).items():
         options = run_folder.read_options_of(job, name)
         output = folder / "prepared" / name
@@ -249,6 +250,7 @@ def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder
                 bad_rows=job.data.bad_rows,
                 overwrite=not trained,
                 options=options,
+                reference=reference,
             )
         except FingerprintError as error:
             lines = str(error).splitlines()

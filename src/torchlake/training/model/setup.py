@@ -70,7 +70,11 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
     speed = measure(
-        layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
+        layers(model),
+        config,
+        per_token=task.packs or task.pairs,
+        device=group.device,
+        dtype=precision.dtype or torch.float32,
     )
     _set_up(model, base, shared, job, train, spec, task, group)
     model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
@@ -145,6 +149,8 @@ def _set_up(
         kernels.convert_frozen(model, precision.dtype)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
+    if task.pairs:
+        kernels.drop_nothing(model)
     if train.compile:
         kernels.compile_layers(base, static=spec.problem == "next_token")
 
