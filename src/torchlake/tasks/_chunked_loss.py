@@ -84,7 +84,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss += summed
                 if hidden_grad is not None:
                     hidden_grad[first : first + size] = grad @ cast
-                if weight_grad is not None:
+                if weight_grad is not None and weight_grad.dtype == dtype:
+                    weight_grad.addmm_(grad.T, part)
+                elif weight_grad is not None:
                     weight_grad += grad.T @ part
                 if bias_grad is not None:
                     bias_grad += grad.sum(0, dtype=torch.float32)
