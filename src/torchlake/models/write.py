@@ -48,18 +48,21 @@ def save_model_folder(
     card: Mapping[str, Any],
     about: About = About(),
     beside: Path | None = None,
+    adapter: Path | None = None,
     site: str = "model",
 ) -> None:
     """Write a model folder atomically, replacing an older one.
 
     `model_or_state` is the model, or its full state dict by name (`config.architectures` then names the class). `card`
     fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
-    `beside` is copied into it under its name. A module that is not of transformers is written as one safetensors file.
+    `beside` is copied into it under its name; the files of the folder `adapter` take the place of weights. A module that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
-            if about.write_weights is not None:
+            if adapter is not None:
+                _save_beside_adapter(temporary, adapter, config, about.generation)
+            elif about.write_weights is not None:
                 about.write_weights(temporary, untied_state(model_or_state), config)
             elif about.auto_class:
                 _save_pretrained(temporary, model_or_state, config, about.generation)
@@ -128,6 +131,17 @@ def _save_pretrained(
     if generation is not None:
         model.generation_config = transformers.GenerationConfig(**generation)
     model.save_pretrained(folder, **state)
+
+
+def _save_beside_adapter(folder: Path, adapter: Path, config: Any, generation: Mapping[str, Any] | None) -> None:
+    """Write the configuration of the whole model, and copy the files of an adapter."""
+    import transformers
+
+    config.save_pretrained(folder)
+    if generation is not None:
+        transformers.GenerationConfig(**generation).save_pretrained(folder)
+    for path in adapter.iterdir():
+        shutil.copyfile(path, folder / path.name)
 
 
 def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:

@@ -67,6 +67,12 @@ class LoraSection(TypedDict, total=False):
     alpha: int
     dropout: float
     targets: Sequence[str] | None
+    rslora: bool
+    dora: bool
+    init: Literal["default", "gaussian", "pissa"]
+    learning_rate_ratio: float
+    also_train: Sequence[str] | None
+    merge: bool
 
 
 class ModelSection(TypedDict, total=False):
@@ -78,6 +84,7 @@ class ModelSection(TypedDict, total=False):
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
+    quantize: Literal["nf4", "int8"] | None
     freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
 
 

@@ -156,8 +156,7 @@ def _check_libraries(job: Job) -> None:
     """Raise MissingExtra for a library that the job needs and that is not installed."""
     tracking.check(job.track)
     optimizers.check_installed(job.train)
-    if job.model.lora is not None:
-        lora.check_installed()
+    lora.check_lora(job, plugins.load("tasks", job.model.task))
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
