@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,28 @@ SCALE = ("mean", "deviation")
 ACTIVATIONS = ("Sigmoid", "Tanh", "ReLU", "SiLU", "Softplus", "LogSigmoid")
 "Functions after the outputs of a cross-encoder, by their names in torch.nn."
 TEXTS = ("separator", "template", "label_separator", "prompt")
-OPTIONAL_FIELDS = (*SCALE, *TEXTS, "text_pair", "inputs", "dimensions", "activation", "options")
+OPTIONAL_FIELDS = (*SCALE, *TEXTS, "text_pair", "inputs", "dimensions", "activation", "options", "rows")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "The default string between the texts of several columns."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """How a language model's rows become tokens."""
+
+    pack: str | None = None
+    "`whole`: rows do not see each other. `stream`, or None: they follow one another in blocks."
+    too_long: str | None = None
+    "What happens to a row longer than a block; None: the default of what the column holds."
+    last: bool = False
+    "Whether only the last answer of a conversation is learned."
+    system: str | None = None
+    "A system text before every conversation."
+    messages: Mapping[str, Any] | None = None
+    "The table's names of the parts of a message; None: the usual ones."
+    chat: bool = False
+    "Whether a table's texts are conversations as JSON; found in each table, and not stored."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,13 @@ class TaskSpec:
     "A string that is put before the first text of a pair."
     options: Mapping[str, Any] = field(default_factory=dict)
     "The task's own options (`model.task_options`), all of them with their values."
+    rows: RowOptions = RowOptions()
+    "How a language model's rows become tokens."
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows are packed whole and do not see each other."""
+        return self.rows.pack == "whole" or self.problem == "next_answer_token"
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -112,6 +137,8 @@ def label_name(label: Label) -> str:
 def spec_to_json(spec: TaskSpec) -> dict[str, Any]:
     """Return the content of task.json; optional fields only if they are set, as in earlier versions."""
     values = {**asdict(spec), "inputs": dict(spec.inputs), "options": dict(spec.options)}
+    own = {name: value for name, value in values["rows"].items() if value not in (None, False)}
+    values["rows"] = {name: value for name, value in own.items() if name != "chat"}
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value not in (None, {})}
 
 
@@ -172,7 +199,16 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     options = value.get("options", {})
     if not isinstance(options, dict):
         raise DataError(f"{file}: options: expected the task's options by name, got {options!r}")
-    return {**found, "text_pair": pair, "inputs": inputs, "dimensions": dimensions, "options": options}
+    rows = {"text_pair": pair, "rows": _row_options(file, value.get("rows", {}))}
+    return {**found, **rows, "inputs": inputs, "dimensions": dimensions, "options": options}
+
+
+def _row_options(file: Path, value: Any) -> RowOptions:
+    kinds = {"pack": str, "too_long": str, "last": bool, "system": str, "messages": dict}
+    if not isinstance(value, dict) or not all(isinstance(each, kinds.get(name, ())) for name, each in value.items()):
+        raise DataError(f"{file}: rows: expected some of {', '.join(kinds)}, got {value!r}")
+    assert kinds.keys() | {"chat"} == {one.name for one in fields(RowOptions)}
+    return RowOptions(**value)
 
 
 def _check_scale(file: Path, value: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     prepare into a temporary folder -> blocks in the table's order -> the engine's workers -> the loss of each block
 
 The blocks are those of validation during training, so both give the same number: readable rows, concatenated and cut
-into blocks of the length that the model was trained with; conversations whose answers are learned, one per block.
+into blocks of the length that the model was trained with; of rows that are packed whole, one per block.
 Intervals are a bootstrap over blocks. Neighboring blocks are not independent, so the intervals are somewhat too narrow.
 Cost: the table's tokens on disk until the end, and the logits of a batch, 4 bytes per token and vocabulary entry.
 """
@@ -24,7 +24,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
-from torchlake.data.bins import Bins, one_per_block
+from torchlake.data.bins import Bins, one_per_block, sequences_of
 from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
@@ -151,16 +151,15 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
             found[numbers.start : numbers.stop] = losses
             advance(len(numbers))
     every = np.arange(len(found))
-    return found, target_counts(blocks, every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
-        every
-    ) - 1
+    return found, target_counts(blocks, every) if settings.spec.whole else blocks.lengths_of(every) - 1
 
 
 def _blocks(settings: LossSettings) -> Blocks | Bins:
-    tokens = loading.open_tokens(Path(settings.cache)).tokens
+    table = loading.open_tokens(Path(settings.cache))
+    tokens = table.tokens
     assert isinstance(tokens, Ragged), "a table on disk has rows"
-    if settings.spec.problem == "next_answer_token":
-        return one_per_block(tokens, settings.spec.max_length)
+    if settings.spec.whole:
+        return one_per_block(sequences_of(tokens, table.others, np.arange(len(tokens)))[0], settings.spec.max_length)
     return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
 
 

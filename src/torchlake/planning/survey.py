@@ -21,16 +21,17 @@ from torchlake.config.job import Job
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.data.batching import Ragged
-from torchlake.data.bins import pack_whole
-from torchlake.data.features import INPUT_IDS
-from torchlake.data.packing import pack
+from torchlake.data.bins import Bins, pack_whole, sequences_of
+from torchlake.data.features import INPUT_IDS, Features
+from torchlake.data.packing import Blocks, pack
 from torchlake.errors import DataError
 from torchlake.labels.values import is_missing, split_labels
 from torchlake.models.config import image_tokens
 from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
-from torchlake.preparation.prepare import check_training_columns, make_examples
+from torchlake.preparation.conversations import check_training_columns, with_table
+from torchlake.preparation.prepare import make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.runs.folder import read_options_of
 from torchlake.tables.chunks import evenly_spaced, sample_rows
@@ -80,10 +81,10 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
     unusable labels and for a table without a usable row.
     """
-    task, drafted = plugins.load("tasks", job.model.task), draft_spec(job)
-    table = open_table(job.data.train, columns=drafted.columns, options=read_options_of(job, "train"))
-    spec = replace(drafted, problem=task.problems.get(job.data.learn, drafted.problem))
-    check_training_columns(table.schema, task, spec, table.source, base)
+    task, options = plugins.load("tasks", job.model.task), read_options_of(job, "train")
+    drafted = with_table(draft_spec(job), job.data.train, options)
+    table = open_table(job.data.train, columns=drafted.columns, options=options)
+    check_training_columns(table.schema, task, drafted, table.source, base)
     pool, plan = sample_rows(table, drafted.columns)
     pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
     found = None
@@ -109,7 +110,7 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
         truncated=int((features.cut > 0).sum()),
         cut=int(features.cut.sum()),
         lengths=features.lengths if patches is None else np.full(len(features), patches, np.int64),
-        blocks=_block_lengths(tokens, spec) if task.packs and isinstance(tokens, Ragged) else None,
+        blocks=_block_lengths(features, tokens, spec) if task.packs and isinstance(tokens, Ragged) else None,
         spec=spec,
     )
 
@@ -132,10 +133,13 @@ def _no_usable_row(source: str, rows: int, spec: TaskSpec) -> DataError:
     )
 
 
-def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
+def _block_lengths(features: Features, tokens: Ragged, spec: TaskSpec) -> np.ndarray:
     """Return the number of tokens of the blocks into which training packs the rows, (M,) int64."""
-    pack_rows = pack_whole if spec.problem == "next_answer_token" else pack
-    blocks = pack_rows(tokens, np.arange(len(tokens)), spec.max_length)
+    numbers = np.arange(len(tokens))
+    if spec.whole:
+        blocks: Bins | Blocks = pack_whole(*sequences_of(tokens, features.arrays, numbers), spec.max_length)
+    else:
+        blocks = pack(tokens, numbers, spec.max_length)
     return blocks.lengths_of(np.arange(len(blocks)))
 
 

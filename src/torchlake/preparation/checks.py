@@ -15,11 +15,15 @@ from torchlake.tables.table import open_table
 
 def check_tables(job: Job, *, spread: Spread = in_process, trained: Path | None = None) -> None:
     """Raise TableError for a missing table or column. `trained`: a run folder that continues with these tables only."""
-    named = (*draft_spec(job).columns, job.data.key)
-    columns = tuple(column for column in named if column is not None)
+    drafted = draft_spec(job)
+    task = plugins.load("tasks", drafted.task)
     for name, table in stored_tables(job).items():
         try:
-            open_table(table, columns=columns, options=read_options_of(job, name), spread=spread)
+            read, options = drafted, read_options_of(job, name)
+            if task.packs:
+                read = task.find_columns(open_table(table, options=options, spread=spread).schema, drafted, None)
+            columns = tuple(column for column in (*read.columns, job.data.key) if column is not None)
+            open_table(table, columns=columns, options=options, spread=spread)
         except TableError as error:
             kept = f" The training in {trained} continues with {table} only; train another in a new run folder (--run)."
             raise type(error)(f"data.{name}: {error}{'' if trained is None else kept}") from error

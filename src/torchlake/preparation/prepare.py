@@ -9,7 +9,7 @@ compressed text), and the text is never tokenized again.
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import DataError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import table_job, workspace_of
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
@@ -32,10 +32,12 @@ from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk
 from torchlake.models import folders, load
 from torchlake.outputs.find import folder_output
 from torchlake.outputs.transaction import Transaction
+from torchlake.preparation.conversations import check_training_columns
 from torchlake.preparation.row_checks import check_fields, row_checks, usable_rows
 from torchlake.preparation.summary import describe_truncation
-from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
+from torchlake.scoring.rows import beyond_embeddings, within
 from torchlake.tables.arrays import from_numpy
+from torchlake.tables.chunks import first_rows
 from torchlake.tables.failures import reason_hint
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk, chunk_label
@@ -43,8 +45,8 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table
-from torchlake.tasks._inputs import PROMPT, check_columns
 from torchlake.tasks._null_rows import rows_of
+from torchlake.tasks._whole_rows import TOO_LONG
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class _Preparing:
     bad_rows: Literal["error", "drop"]
     engine: Engine
     source: str = ""
+    fitted: bool = False
     name: str = "prepare"
     key: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -120,19 +123,22 @@ class _Preparing:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.spec.columns
+        return self.spec.columns if self.fitted or not self.task.packs else ()
 
     def fit(self, source: Table) -> pa.Schema:
         self.source = source.source
+        found = self.task.find_columns(source.schema, self.spec, lambda column: first_rows(source, [column]))
+        self.spec, self.fitted = replace(found, rows=replace(found.rows, pack=self.spec.rows.pack)), True
         check_training_columns(source.schema, self.task, self.spec, source.source, self.tokenizer)
         return token_schema(self.spec)
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "format": 2,
+            "format": 3 if self.spec.whole else 2,
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
             "spec": atomic_io.digest(spec_to_json(self.spec)),
             "bad_rows": self.bad_rows,
+            **({"json": True} if self.spec.rows.chat else {}),
         }
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
@@ -202,7 +208,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
 
         made = pa.concat_tables(attempt.tokenizing(make)).combine_chunks()
         if settings.bad_rows == "error":
-            _refuse_bad_rows(chunk, made["error"])
+            _refuse_bad_rows(chunk, made["error"], accepted=TOO_LONG if spec.rows.too_long == "drop" else None)
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[WrittenChunk]:
@@ -217,9 +223,10 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     return worker
 
 
-def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
-    """Raise DataError if any row cannot be trained on."""
-    bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray, *, accepted: str | None = None) -> None:
+    """Raise DataError if any row cannot be trained on, for another reason than `accepted`."""
+    found = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+    bad = [(row, reason) for row, reason in found if accepted is None or not reason.startswith(f"{accepted}:")]
     if bad:
         first = "; ".join(f"row {chunk.number(row)}: {reason}" for row, reason in bad[:3])
         raise DataError(
@@ -260,32 +267,6 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
             f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, "
             "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
             "save both."
-        )
-
-
-def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source: str, tokenizer: Path | None) -> None:
-    """Raise TableError for columns that are not the task's inputs, UsageError for conversations without a template."""
-    if not task.generates or task.inputs["text"] != PROMPT:
-        check_columns(schema, task.inputs, spec, source)
-        return
-    assert isinstance(spec.text, str), "a prompt is one column"
-    assert tokenizer is not None, "the tasks that read prompts start from a model"
-    chat = check_prompts(schema, spec.text, source, task, tokenizer)
-    if spec.problem == "next_answer_token":
-        check_answers(task, tokenizer, source, spec.text, chat=chat)
-
-
-def check_answers(task: Any, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
-    """Raise UsageError if the assistant's turns cannot be identified."""
-    if not chat:
-        raise UsageError(
-            f"{source}: data.learn is assistant, and {text!r} holds text, not conversations (lists of structs with "
-            "role and content). Leave data.learn out."
-        )
-    if not task.marks_answers(load.load_tokenizer(tokenizer)):
-        raise UsageError(
-            f"data.learn is assistant, and the chat template in {tokenizer} does not mark the assistant's turns with "
-            "{% generation %} and {% endgeneration %}. Add them, or leave data.learn out."
         )
 
 

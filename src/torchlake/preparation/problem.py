@@ -15,6 +15,7 @@ from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import (
     TASK_FILE,
     LabelColumn,
+    RowOptions,
     TaskSpec,
     as_columns,
     spec_from_json,
@@ -24,10 +25,13 @@ from torchlake.errors import ConfigError
 from torchlake.labels.column import label_warnings, read_labels
 from torchlake.loss import check_objective
 from torchlake.models.load import head_spec
+from torchlake.preparation.conversations import row_options, with_table
 from torchlake.runs.folder import read_options_of
 from torchlake.storage.spread import Spread, in_process
-from torchlake.tasks import PAIR, PROMPT
+from torchlake.tasks import PAIR
 
+OF_ROWS = ("completion", "messages", "system", "pack", "too_long")
+"Settings of data for a language model's rows."
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +44,8 @@ def find_task_spec(
         return spec_from_json(path, atomic_io.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
-    drafted, options = draft_spec(job), read_options_of(job, "train")
+    options = read_options_of(job, "train")
+    drafted = with_table(draft_spec(job), data.train, options, spread)
     found = read_labels(data, drafted, task, options, spread=spread) if drafted.label is not None else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
@@ -62,7 +67,8 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.label": not labeled and data.label != defaults["label"].default,
         "data.problem": not labeled and data.problem is not None,
         "data.label_separator": data.label_separator is not None and "multi_label" not in task.default_metric,
-        "data.learn": not task.packs and data.learn != "all",
+        "data.learn": not task.packs and data.learn not in (None, "all"),
+        **{f"data.{name}": not task.packs and getattr(data, name) is not None for name in OF_ROWS},
         "data.text": "text" not in task.inputs and data.text != defaults["text"].default,
         "data.text_pair": PAIR not in task.inputs and data.text_pair is not None,
         "data.separator": data.separator is not None and len(as_columns(data.text)) < 2,
@@ -74,6 +80,7 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.problem": f"learns the text itself and reads no label{unless}",
         "data.label_separator": "reads no several classes per row",
         "data.learn": "learns labels, not the turns of a conversation",
+        **dict.fromkeys((f"data.{name}" for name in OF_ROWS), "reads no conversations or completions"),
         "data.text": "reads no text",
         "data.text_pair": "reads no pairs of texts",
         "data.separator": "reads one column of texts (data.text)",
@@ -81,8 +88,6 @@ def draft_spec(job: Job) -> TaskSpec:
     }
     for name in (name for name, unused in ignored.items() if unused):
         raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")
-    if task.inputs.get("text") == PROMPT and not isinstance(data.text, str):
-        raise ConfigError(f"data.text: {task.name} reads one column of text; name one")
     if job.model.base is None and task.needs_base:
         raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     others = [name for name in task.inputs if name not in ("text", PAIR)]
@@ -90,9 +95,12 @@ def draft_spec(job: Job) -> TaskSpec:
     if unknown:
         known = f"its other inputs are {', '.join(others)}" if others else "it has no other inputs"
         raise ConfigError(f"data.inputs: {task.name} has no input {unknown[0]!r}; {known}")
+    inputs = {name: data.inputs.get(name, name) for name in others if name in data.inputs or name not in task.optional}
+    if data.completion is not None:
+        inputs["completion"] = data.completion
     return TaskSpec(
         task=task.name,
-        problem=task.problems.get(data.learn, task.name),
+        problem=task.problems.get(data.learn or ("assistant" if "completion" in inputs else "all"), task.name),
         labels=(),
         text=data.text if "text" in task.inputs else "",
         label=data.label if labeled else None,
@@ -101,10 +109,9 @@ def draft_spec(job: Job) -> TaskSpec:
         template=data.template,
         text_pair=data.text_pair,
         label_separator=data.label_separator,
-        inputs={
-            name: data.inputs.get(name, name) for name in others if name in data.inputs or name not in task.optional
-        },
+        inputs=inputs,
         options=task.checked_options(job.model.task_options, ConfigError),
+        rows=row_options(data) if task.packs else RowOptions(),
     )
 
 

@@ -27,6 +27,7 @@ from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.data.copies import divide
 from torchlake.data.loading import HASHES, MARKS
+from torchlake.preparation.conversations import packed_facts, packed_lines
 from torchlake.preparation.findings import (
     CheckedRows,
     Finding,
@@ -49,8 +50,8 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
 
     `problem`, `rows` ({training, validation}; validation None without one), `classes` ({label: training rows}), `mean`
     and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, `left_out` ({reason:
-    rows}) of all tables, `truncated` of the training table ({rows, tokens, of_rows, of_tokens, max_length}), and
-    `findings` of the data checks, as of `Finding`.
+    rows}) of all tables, `truncated` of the training table ({rows, tokens, of_rows, of_tokens, max_length}), `packed`
+    of the training rows of a task that packs (`packed_facts`), and `findings` of the data checks, as of `Finding`.
     """
     lengths, table, reasons = _read(prepared[0], spec)
     targets, share = table.targets, job.data.validation
@@ -82,6 +83,8 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
         "left_out": dict(reasons.most_common()),
         "truncated": truncated,
     }
+    if plugins.load("tasks", spec.task).packs:
+        facts["packed"] = packed_facts(prepared[0], training, spec)
     if spec.labels and targets is not None:
         facts["classes"] = _class_rows(targets[training], spec)
         if isinstance(share, Fold):
@@ -106,6 +109,8 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
         f"{rows['training']:,} rows to train on, {validated}",
         f"tokens per row: median {tokens['median']:,}, 95 % at most {tokens['p95']:,}, longest {tokens['longest']:,}",
     ]
+    if packed := facts.get("packed"):
+        lines += packed_lines(packed)
     if left_out := facts["left_out"]:
         why = ", ".join(f"{reason} {number:,}" for reason, number in left_out.items())
         lines.append(f"{sum(left_out.values()):,} rows left out: {why}")

@@ -27,9 +27,11 @@ from torchlake.scoring.options import (
     refuse_collisions,
     scoring_settings,
     with_export,
+    with_table,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
+from torchlake.tables.chunks import FIRST_ROWS
 from torchlake.tables.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
 from torchlake.tasks import TEXT
@@ -63,6 +65,8 @@ def map_frame(frame: Any, schema: pa.Schema | None, settings: ScoringSettings, s
     if schema is None:
         log.warning("The frame has no rows and no known columns: there is nothing to score.")
         return frame
+    first = frame.slice(0, FIRST_ROWS).select if isinstance(frame, pa.Table) else None
+    settings, spec = with_table(settings, spec, schema, None if first is None else lambda column: first([column]))
     settings = checked_input(settings, spec, schema, "the frame")
     added = added_columns(settings, spec, schema)
     new = [column.name for column in added]
@@ -160,7 +164,7 @@ def ray_stages(
         schema = engine.frame_schema(dataset)
         if schema is None:
             return dataset
-        checked = checked_input(settings, spec, schema, "the dataset")
+        checked = checked_input(*with_table(settings, spec, schema, None), schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
         between = list(stage_types(settings))
         refuse_collisions([*schema.names, *between, *added], [*between, *added])

@@ -137,8 +137,9 @@ class Model:
             bad = {row: "bad_utf8" for row, text in enumerate(texts) if text is not None and not _is_unicode(text)}
             return from_strings([None if row in bad else text for row, text in enumerate(texts)]), bad
         if self.spec.problem in GENERATIVE and all(text is None or _is_conversation(text) for text in texts):
-            column = pa.array(texts, pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))
-            return column, {}
+            plain = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+            keys = {name for text in texts if text is not None for message in text for name in message}
+            return pa.array(texts, plain if keys <= {"role", "content"} else None), {}
         takes = "strings, or conversations" if self.spec.problem in GENERATIVE else "strings"
         raise UsageError(f"Text {wrong} is a {type(texts[wrong]).__name__}; this model takes a list of {takes}.")
 

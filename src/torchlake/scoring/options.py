@@ -4,7 +4,7 @@ Stored tables, frames and SQL functions share them. Nothing here reads a row.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from torchlake.scoring.rows import (
 from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
-from torchlake.tasks import PROMPT
+from torchlake.tasks import PROMPT, TEXT
 from torchlake.tasks._inputs import PAIR, check_columns
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ def scoring_settings(
     known = known_spec(folder, task, settings.pop("task_options", None))
     spec = with_columns(known, folder, text=text, text_pair=text_pair, inputs=inputs)
     spec = _with_length(folder, spec, settings.get("max_length"))
+    if plugins.load("tasks", spec.task).packs:  # the prompt alone; tools if the table or the caller names a column
+        spec = replace(spec, inputs={name: spec.inputs[name] for name in inputs or {}})
     devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
@@ -173,7 +175,7 @@ def with_columns(
             raise UsageError(f"text_pair: {spec.task} reads no pairs of texts.")
         if (folder / TASK_FILE).exists():
             raise UsageError("text_pair (rank: document): the model was trained on single texts.")
-    unknown = sorted((inputs or {}).keys() - spec.inputs.keys())
+    unknown = sorted((inputs or {}).keys() - spec.inputs.keys() - set(plugins.load("tasks", spec.task).optional))
     if unknown:
         has = f"its other inputs are {', '.join(spec.inputs)}" if spec.inputs else "it has no other inputs"
         raise UsageError(f"inputs: {spec.task} has no input {unknown[0]!r}; {has}.")
@@ -256,9 +258,25 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
     if settings.generation is None or task.inputs["text"] != PROMPT:
         check_columns(schema, task.inputs, settings.spec, where)
         return settings
-    assert isinstance(settings.text, str), "a prompt is one column"
-    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=settings.generation.chat)
+    if not isinstance(settings.text, str):
+        check_columns(schema, {"text": TEXT}, settings.spec, where)
+        return settings
+    read = replace(settings.spec, rows=replace(spec.rows, chat=settings.generation.chat))
+    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), read)
     return replace(settings, generation=replace(settings.generation, chat=chat))
+
+
+def with_table(
+    settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, first: Callable[[str], pa.Table] | None
+) -> tuple[ScoringSettings, TaskSpec]:
+    """Return the settings and the task with the columns of conversations and tools that a table has."""
+    task, generation = plugins.load("tasks", spec.task), settings.generation
+    if generation is None or not task.packs:
+        return settings, spec
+    found = task.find_columns(schema, spec, None if generation.chat else first)
+    chat = replace(generation, chat=generation.chat or found.rows.chat)
+    read = replace(settings, text=found.text, inputs=dict(found.inputs), generation=chat)
+    return read, replace(found, rows=spec.rows)
 
 
 def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:

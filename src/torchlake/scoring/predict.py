@@ -39,10 +39,12 @@ from torchlake.scoring.options import (
     scoring_settings,
     split_options,
     with_export,
+    with_table,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema, with_ranges
+from torchlake.tables.chunks import first_rows
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources.files import is_image_folder
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
@@ -234,6 +236,7 @@ class Scoring:
     choice: RuntimeChoice
     engine: Engine | None
     name: str = "predict"
+    fitted: bool = False
 
     @property
     def key(self) -> str | None:
@@ -241,7 +244,13 @@ class Scoring:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.settings.keep, *self.spec.input_columns)))
+        named = () if self._finds_columns else (*self.settings.keep, *self.spec.input_columns)
+        return tuple(dict.fromkeys(named))
+
+    @property
+    def _finds_columns(self) -> bool:
+        """Whether the columns depend on the table, and it has not been seen."""
+        return not self.fitted and plugins.load("tasks", self.spec.task).packs
 
     @property
     def environment(self) -> dict[str, str]:
@@ -250,6 +259,11 @@ class Scoring:
         return {**versions, "python": platform.python_version()}
 
     def fit(self, source: Table) -> pa.Schema:
+        if self._finds_columns:
+            self.settings, self.spec = with_table(
+                self.settings, self.spec, source.schema, lambda column: first_rows(source, [column])
+            )
+        self.fitted = True
         self.settings = checked_input(self.settings, self.spec, source.schema, source.source)
         schema = output_schema(self.settings, self.spec, source.schema)
         refuse_collisions(schema.names, schema.names)

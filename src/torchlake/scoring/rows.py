@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
-from torchlake.config.task_spec import Columns, TaskSpec
+from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import UsageError
@@ -26,7 +26,7 @@ from torchlake.runtimes import Forward
 from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
-from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
+from torchlake.tasks._null_rows import NULL_INPUT, join_texts, read_inputs, rows_of
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -157,15 +157,18 @@ class RowReader:
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
         """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""
-        generation, column = self.settings.generation, self.settings.text
+        generation, columns = self.settings.generation, as_columns(self.settings.text)
         assert generation is not None, "prompts are for generation"
-        assert isinstance(column, str), "a prompt is one column"
-        texts, errors = string_column(table[column]), dict(unreadable)
-        chat = generation.chat or pa.types.is_nested(texts.type)
+        if len(columns) > 1:
+            texts, chat = join_texts(table, columns, self.spec, unreadable), False
+        else:
+            texts = string_column(table[columns[0]])
+            chat = generation.chat or pa.types.is_nested(texts.type)
+        errors = dict(unreadable)
         if chat:
-            texts, bad = self.task.render_chats(
-                self.processor, without_rows(texts, unreadable), add_generation_prompt=True
-            )
+            named = self.spec.inputs.get("tools")
+            tools = None if named is None else table[str(named)].combine_chunks()
+            texts, bad = self.task.render_chats(self.processor, without_rows(texts, unreadable), tools, self.spec)
             errors = {**bad, **errors}
         texts = nulls_as_empty(texts)
         if self.settings.null == "error":
@@ -216,14 +219,14 @@ def check_text(schema: pa.Schema, text: str, where: str) -> None:
     check_column(schema, "text", text, TEXT, where)
 
 
-def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, *, chat: bool = False) -> bool:
-    """Return whether the prompts are conversations: by the column's type, or as JSON strings if `chat` is set.
+def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, spec: TaskSpec) -> bool:
+    """Return whether the prompts are conversations: by the column's type, or as JSON strings if `spec` says so.
 
     Raises the TableError of `check_text`, and UsageError if the tokenizer's folder has no chat template.
     """
-    if not (text in schema.names and task.is_chat(schema.field(text).type)):
+    if not (text in schema.names and task.holds_chats(schema.field(text).type, spec)):
         check_text(schema, text, where)
-        if not chat:
+        if not spec.rows.chat:
             return False
     if not folders.has_chat_template(tokenizer):
         raise UsageError(

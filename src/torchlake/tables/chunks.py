@@ -34,6 +34,7 @@ from torchlake.tables.table import Table, check_columns
 TEXT = ("csv", "jsonl")
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
+FIRST_ROWS = 32
 
 
 def plan_chunks(
@@ -261,6 +262,17 @@ def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, ChunkPl
     rows = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
     reader.close()
     return rows, plan
+
+
+def first_rows(table: Table, columns: Sequence[str]) -> pa.Table:
+    """Return the columns of a few rows: those at the beginning of the first file."""
+    if not table.files:
+        return table.schema.empty_table().select(list(columns))
+    one = replace(table, files=table.files[:1], names=table.names[:1])
+    plan, reader = plan_chunks(one, columns=columns, chunk_rows=FIRST_ROWS, hashed=False), ChunkReader(columns)
+    rows = reader.read(plan.chunks[0])[0] if plan.chunks else plan.schema.empty_table()
+    reader.close()
+    return rows
 
 
 def sampled_chunks(plan: ChunkPlan) -> list[Chunk]:

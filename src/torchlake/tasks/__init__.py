@@ -28,11 +28,12 @@ from torchlake.data.features import Features
 from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.tasks._classification import Task
 from torchlake.tasks._contract import NO_TARGET, BaseTask, ColumnOptions
-from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
+from torchlake.tasks._inputs import ANY, EXTRA, NUMBER, PAIR, PROMPT, TEXT, Inputs
 from torchlake.tasks._pretrained import load_encoder
 
 __all__ = [
     "ANY",
+    "EXTRA",
     "NO_TARGET",
     "NUMBER",
     "PAIR",

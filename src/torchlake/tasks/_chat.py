@@ -1,6 +1,9 @@
-"""Conversations as texts, by the chat template in the tokenizer's folder.
+"""Conversations as columns have them, and as texts by the chat template in the tokenizer's folder.
 
     [{role: "user", content: "..."}, ...]  ->  "<|user|>...<|assistant|>"
+
+A column holds lists of structs or JSON text. Arrow gives every struct the fields of all rows, so nulls in it only fill
+it and are removed at every depth; a null in JSON text was written, and stays in what the template reads.
 
 A template is a Jinja program written by the model's authors. transformers runs it in Jinja's immutable sandbox, with
 access to the messages and the special tokens only; `_rendering.py` limits its time and memory. A conversation that
@@ -8,104 +11,196 @@ exceeds a limit becomes an error row, `chat_limit: ...`.
 """
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import TorchlakeError
 from torchlake.tables.arrays import is_text
-from torchlake.tasks._rendering import RenderLimitExceeded, render
+from torchlake.tasks._rendering import RenderLimitExceeded, Request, render
 
-MAX_CONSECUTIVE_LIMITS = 5
-"After this many consecutive conversations over a limit, the rest of the column is skipped."
+NAMES = ("messages", "conversations")
+"Columns that hold conversations."
+MOST_LOOKED_AT = 8
+"Rows that are looked at to find out what a column holds."
+INSTEAD = ("tool_calls", "reasoning_content", "thinking", "reasoning", "function_call")
+"What a message may have in place of content."
 
 
-def is_chat(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds conversations: lists of structs with the strings `role` and
-    `content`."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """How a table names the parts of a message (`data.messages`)."""
+
+    role: str = "role"
+    content: str = "content"
+    roles: Mapping[str, str] = field(default_factory=dict)
+    "{the table's name of a role: the template's}"
+
+
+OPENAI = Names()
+SHAREGPT = Names(
+    role="from",
+    content="value",
+    roles={"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"},
+)
+
+
+def is_chat(kind: pa.DataType, names: Names | None = None) -> bool:
+    """Return whether a column of this type holds conversations: lists of structs with the field `role`, or `from` and
+    `value` (ShareGPT), as strings; with `names`, those of the table."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    lists = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    if not any(getattr(pa.types, one)(kind) for one in lists) or not pa.types.is_struct(kind.value_type):
         return False
-    fields = {field.name: field.type for field in kind.value_type}
-    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+    fields = {one.name for one in kind.value_type if _is_word(one.type)}
+    known = ({OPENAI.role}, {SHAREGPT.role, SHAREGPT.content}) if names is None else ({names.role},)
+    return any(each <= fields for each in known)
 
 
-def render_chats(tokenizer: Any, column: pa.Array, *, add_generation_prompt: bool) -> tuple[pa.Array, dict[int, str]]:
+def looks_like_chats(values: Iterable[Any], names: Names | None = None) -> bool:
+    """Return whether texts are conversations as JSON: the first ones, nulls and blanks left out, and at least one."""
+    found = 0
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            continue
+        try:
+            read_messages(value, names)
+        except (ValueError, RecursionError):
+            return False
+        found += 1
+        if found == MOST_LOOKED_AT:
+            break
+    return found > 0
+
+
+def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]]:
+    """Return a conversation's messages as a template reads them, from a list of messages or its JSON text.
+
+    Nulls that only fill a struct are removed, parts of text are joined, and `names` (None: those of OpenAI or ShareGPT)
+    become `role` and `content`. Raises ValueError for what is not a conversation of texts.
+    """
+    written = isinstance(value, str)
+    messages = json.loads(value) if written else without_fillers(value)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it is not a list of messages, or it is empty")
+    return [_message(number, each, names) for number, each in enumerate(messages, start=1)]
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of a row, a list of JSON schemas or its JSON text; None for null, blank or an empty list."""
+    tools = json.loads(value) if isinstance(value, str) and value.strip() else without_fillers(value)
+    if not tools or isinstance(tools, str):
+        return None
+    tools = (
+        [json.loads(each) if isinstance(each, str) else each for each in tools] if isinstance(tools, list) else tools
+    )
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise ValueError("its tools are not a list of JSON schemas")
+    return tools
+
+
+def without_fillers(value: Any) -> Any:
+    """Return a value of an Arrow column without the nulls of its structs, at every depth; maps become dicts."""
+    if isinstance(value, dict):
+        return {name: without_fillers(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(each, tuple) for each in value):
+            return {name: without_fillers(each) for name, each in value}
+        return [without_fillers(each) for each in value]
+    return value
+
+
+def _message(number: int, message: Any, names: Names | None) -> dict[str, Any]:
+    """Return message `number` with its role and content as strings."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is not an object with role and content")
+    if names is None:
+        names = SHAREGPT if SHAREGPT.role in message and OPENAI.role not in message else OPENAI
+    role = message.get(names.role)
+    if not isinstance(role, str):
+        raise ValueError(f"message {number} has no text in {names.role!r}")
+    others = {
+        name: each for name, each in message.items() if each is not None and name not in (names.role, names.content)
+    }
+    if not others.get("tool_calls", True):
+        del others["tool_calls"]  # an empty list: none
+    content = message.get(names.content)
+    if content is None and any(name in others for name in INSTEAD):
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(number, each) for each in content)
+    if not isinstance(content, str):
+        raise ValueError(f"message {number} has no text in {names.content!r}")
+    return {"role": names.roles.get(role, role), "content": content, **others}
+
+
+def _part(number: int, part: Any) -> str:
+    """Return the text of a part of message `number`."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) and str(kind).endswith("text") else None
+    if not isinstance(text, str):
+        raise ValueError(f"message {number} has a part of type {kind}; this model reads texts")
+    return text
+
+
+def row_error(error: Exception) -> str:
+    """Return the reason of a row that is not a conversation, or whose template failed."""
+    return f"{'chat_limit' if isinstance(error, RenderLimitExceeded) else 'bad_chat'}: {error}"[:500]
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Return the messages after a system text, unless it is None or they begin with one."""
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def read_chats(
+    column: Sequence[Any], tools: Sequence[Any] | None = None, *, names: Names | None = None, system: str | None = None
+) -> tuple[dict[int, Request], dict[int, str]]:
+    """Return the conversations of a column by row, and {row: reason} for bad ones; nulls and blanks are in neither."""
+    requests, errors = dict[int, Request](), dict[int, str]()
+    for row, value in enumerate(column):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        try:
+            messages = with_system(read_messages(value, names), system)
+            requests[row] = Request(messages=messages, tools=None if tools is None else read_tools(tools[row]))
+        except (ValueError, RecursionError) as error:
+            errors[row] = row_error(error)
+    return requests, errors
+
+
+def render_chats(
+    tokenizer: Any,
+    column: pa.Array,
+    tools: pa.Array | None = None,
+    *,
+    add_generation_prompt: bool,
+    names: Names | None = None,
+    system: str | None = None,
+) -> tuple[pa.Array, dict[int, str]]:
     """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
 
     With `add_generation_prompt`, each text ends where the assistant's answer begins. Nulls and blank strings become
-    null.
+    null. `tools` is a column of the tools of each row; see `read_tools`.
     """
-    texts, errors = _each(
-        column, lambda messages: render(tokenizer, messages, add_generation_prompt=add_generation_prompt)[0]
+    requests, errors = read_chats(
+        column.to_pylist(), None if tools is None else tools.to_pylist(), names=names, system=system
     )
-    return pa.array(texts, pa.string()), errors
+    want: Any = "prompt" if add_generation_prompt else "whole"
+    made = render(tokenizer, [Request(**{**vars(each), "want": want}) for each in requests.values()])
+    texts: list[str | None] = [None] * len(column)
+    for row, each in zip(requests, made, strict=True):
+        if isinstance(each, ValueError):
+            errors[row] = row_error(each)
+        else:
+            texts[row] = each[0].text
+    return pa.array(texts, pa.string()), dict(sorted(errors.items()))
 
 
-def marks_answers(tokenizer: Any) -> bool:
-    """Return whether the chat template marks the assistant's turns: {% generation %} ... {% endgeneration %}."""
-    return re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()) is not None
-
-
-def tokenize_chats(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], dict[int, str]]:
-    """Tokenize a column of conversations, with ~id (below zero) for tokens outside the assistant's turns.
-
-    Each ends with one end token, which belongs to the turn before it. Errors are as in `render_chats`; a conversation
-    without an assistant's turn is an error, too.
-    """
-
-    def ids_of(messages: list[dict[str, str]]) -> list[int]:
-        text, spans = render(tokenizer, messages, add_generation_prompt=False, spans=True)
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False)
-        ids = tokens["input_ids"]
-        learned = [False] * len(ids)
-        for start, end in spans:
-            first, last = tokens.char_to_token(start), tokens.char_to_token(end - 1)
-            if first is not None:  # None: the text ends before the span
-                after = len(ids) if last is None else last + 1
-                learned[first:after] = [True] * (after - first)
-        if not any(learned):
-            raise ValueError("it has no assistant's turn to learn from")
-        if ids[-1] != tokenizer.eos_token_id:
-            ids, learned = [*ids, tokenizer.eos_token_id], [*learned, learned[-1]]
-        return [token if wanted else ~token for token, wanted in zip(ids, learned, strict=True)]
-
-    return _each(column, ids_of)
-
-
-def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tuple[list[Any], dict[int, str]]:
-    """Apply `make` to every conversation; return the values, None for missing ones, and {row: reason} for errors."""
-    made: list[Any] = []
-    errors: dict[int, str] = {}
-    exceeded = 0
-    for row, value in enumerate(column.to_pylist()):
-        made.append(None)
-        if value is None or (isinstance(value, str) and not value.strip()):
-            continue
-        if exceeded == MAX_CONSECUTIVE_LIMITS:
-            errors[row] = f"chat_limit: not tried after {exceeded} rows in a row for which the template took too much"
-            continue
-        try:
-            made[row] = make(_messages(json.loads(value) if isinstance(value, str) else value))
-            exceeded = 0
-        except RenderLimitExceeded as error:
-            errors[row] = f"chat_limit: {error}"[:500]
-            exceeded += 1
-        except TorchlakeError:
-            raise
-        except Exception as error:  # not a conversation, or raised by the template
-            errors[row] = f"bad_chat: {error}"[:500]
-    return made, errors
-
-
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("it is not a list of messages, or it is empty")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number} is not an object with role and content")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise ValueError(f"message {number} has no text in {name!r}")
-    return value
+def _is_word(kind: pa.DataType) -> bool:
+    return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)

@@ -5,7 +5,7 @@
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,10 @@ class BaseTask:
 
     def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return a job's task, completed from the base model. Raises ConfigError for a job that it cannot learn."""
+        return spec
+
+    def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
+        """Return a job's task, completed by what a table holds; `first` reads its first rows of a column."""
         return spec
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:

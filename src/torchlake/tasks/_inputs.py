@@ -4,6 +4,7 @@
     NUMBER   columns of numbers, booleans or strings that are numbers
     PROMPT   one column of strings or conversations
     ANY      one column of any type
+    EXTRA    the same, with nulls
 
 `_null_rows.py` reads them, and has the rows that lack one.
 """
@@ -17,7 +18,7 @@ from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.errors import TableError
 from torchlake.tables.arrays import from_strings, is_text
 
-TEXT, PROMPT, NUMBER, ANY = "text", "prompt", "number", "any"
+TEXT, PROMPT, NUMBER, ANY, EXTRA = "text", "prompt", "number", "any", "extra"
 PAIR = "text_pair"
 
 Inputs = dict[str, Any]

@@ -2,7 +2,7 @@
 
     TEXT          null or blank in all of its columns is `null_input`
     NUMBER        null is `null_input`; text, NaN and infinity are `bad_number`
-    PROMPT, ANY   null is `null_input`; the task finds other blank rows
+    PROMPT, ANY   null is `null_input`; the task finds other blank rows; EXTRA may be null
 
 Several texts are joined by `separator` without the blank ones, or put into `template`, where a null is the empty
 string.
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import SEPARATOR, TaskSpec
 from torchlake.tables.arrays import from_numpy, is_blank, is_text, nulls_as_empty, string_column, without_rows
-from torchlake.tasks._inputs import NUMBER, TEXT, Inputs, columns_of
+from torchlake.tasks._inputs import EXTRA, NUMBER, PROMPT, TEXT, Inputs, columns_of
 
 NULL_INPUT = "null_input"
 
@@ -33,7 +33,7 @@ def read_inputs(
     inputs: Inputs = {}
     errors = dict(unreadable)
     for name, columns in columns_of(kinds, spec).items():
-        if kinds[name] == TEXT:
+        if kinds[name] == TEXT or (kinds[name] == PROMPT and len(columns) > 1):
             texts = join_texts(table, columns, spec if name == "text" else None, unreadable)
             missing = is_blank(texts) if null == "error" else None
             inputs[name] = nulls_as_empty(texts)
@@ -41,7 +41,7 @@ def read_inputs(
             inputs[name], missing = _numbers(table, columns, errors)
         else:
             inputs[name] = without_rows(_plain(table[columns[0]]), unreadable)
-            missing = inputs[name].is_null()
+            missing = None if kinds[name] == EXTRA else inputs[name].is_null()
         for row in [] if missing is None else pc.indices_nonzero(missing).to_pylist():
             errors.setdefault(row, NULL_INPUT)
     return inputs, errors

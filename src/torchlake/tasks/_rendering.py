@@ -1,30 +1,33 @@
 """Render chat templates in a separate process with limits on time and memory.
 
-    worker  ->  standard input:   {"messages": [...], "add_generation_prompt": true, "spans": false}
-    worker  <-  standard output:  {"text": "...", "spans": [...]}, {"limit": "..."} or {"error": "..."}
+    worker  ->  standard input:   {"messages": [...], "tools": null, "options": {}, "want": "answers", "first": 0}
+    worker  <-  standard output:  {"texts": [["...", [[9, 14]], [9]]]}, {"limit": "..."} or {"error": "..."}
 
 Jinja's sandbox limits what a template can access, not its CPU time or memory, and a thread cannot interrupt a single
 long string multiplication. So the operating system enforces the limits: after CPU_S seconds SIGPROF ends the process,
 and the next conversation starts another; RLIMIT_AS limits its memory. The renderer exits when its worker does.
-Cost: 0.8 s and 60 MB for each process that renders, and 20 microseconds for each conversation (rendering six messages
-takes 160).
+One request asks for all renderings of a conversation, and several requests are on their way at once, as many bytes as a
+pipe holds. Cost: 0.8 s and 60 MB for each process that renders, and 20 microseconds for each conversation.
 """
 
 import atexit
 import json
 import os
+import re
 import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchlake.errors import DataError
+from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
 
 CPU_S = 2.0
 "CPU seconds for one conversation; a long one takes a thousandth of this."
@@ -33,16 +36,32 @@ WALL_S = 60.0
 MEMORY_BYTES = 1 << 30
 "Memory limit above what the renderer uses after startup."
 MOST_CHARACTERS = 1 << 24
+MAX_CONSECUTIVE_LIMITS = 5
+"After this many consecutive conversations over a limit, the others are not tried."
+AT_ONCE_BYTES = 1 << 15
+"Requests on their way: fewer bytes than a pipe holds, so that neither process waits for the other to read."
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from torchlake.tasks import _rendering as it; it.serve()"
 )
 
-Spans = list[tuple[int, int]]
-"The assistant's turns in rendered text: (first character, one past the last)."
-
 
 class RenderLimitExceeded(ValueError):
     """Rendering a conversation exceeded a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A conversation, and what to render of it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    "Further variables of the template."
+    want: Literal["prompt", "whole", "answers", "last"] = "answers"
+    """`prompt`: the text before the next answer. `whole`: all messages. `answers`: the same with the places of the
+    assistant's turns, or a text for each (see `answers_in`). `last`: the text up to the last answer, with its place."""
+    first: int = 0
+    "Turns before this message are not answers."
 
 
 @dataclass(kw_only=True)
@@ -53,22 +72,32 @@ class Renderer:
     owner: int
     process: subprocess.Popen[bytes]
 
-    def ask(self, request: str) -> dict[str, Any] | None:
-        """Send a request; return the answer, or None if the process has exited. Raises RenderLimitExceeded after WALL_S
-        without an answer."""
+    def ask(self, requests: Sequence[bytes]) -> tuple[list[dict[str, Any]], bool]:
+        """Send requests, each a line; return the answers, fewer if the process has exited, and whether it has.
+
+        After WALL_S without an answer the process counts as running, with fewer answers.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(f"{request}\n".encode())
+            self.process.stdin.write(b"".join(requests))
             self.process.stdin.flush()
         except OSError:
-            return None
-        ready = select.poll()
+            return [], True
+        answers, rest, ready = list[dict[str, Any]](), bytearray(), select.poll()
         ready.register(self.process.stdout, select.POLLIN | select.POLLHUP)
-        if not ready.poll(WALL_S * 1000):
-            raise RenderLimitExceeded(f"the template took more than {WALL_S:g} s")
-        line = self.process.stdout.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        while len(answers) < len(requests):
+            if not ready.poll(WALL_S * 1000):
+                return answers, False
+            piece = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not piece:
+                return answers, True
+            rest += piece
+            if b"\n" in piece:
+                *lines, last = rest.split(b"\n")
+                answers += map(json.loads, lines)
+                rest = bytearray(last)
+        return answers, False
 
     def end(self) -> int:
         """Kill the process and return its exit status."""
@@ -84,38 +113,58 @@ _lock = threading.Lock()
 _renderer: Renderer | None = None
 
 
-def render(
-    tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool, spans: bool = False
-) -> tuple[str, Spans]:
-    """Render a conversation with the tokenizer's chat template; with `spans`, also return the assistant's turns.
+def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] | ValueError]:
+    """Return for each conversation its texts by the tokenizer's chat template, or why it has none.
 
-    Raises RenderLimitExceeded, ValueError with the template's own error, and DataError if the renderer cannot start.
+    That is RenderLimitExceeded, or a ValueError with the template's own words. After MAX_CONSECUTIVE_LIMITS
+    conversations over a limit the others are not tried. Raises DataError if the renderer cannot start.
     """
-    template_key = json.dumps([tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)], default=str)
-    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    request = json.dumps(
-        {"messages": plain, "add_generation_prompt": add_generation_prompt, "spans": spans}, default=str
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    template_key = json.dumps(
+        [tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map), sorted(special)], default=str
     )
+    lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
+    found: list[list[Rendered] | ValueError] = []
+    exceeded = 0
     with _lock:
-        for _ in range(2):  # retry once if something else killed the process
-            renderer = _running(template_key)
-            try:
-                answer = renderer.ask(request)
-            except RenderLimitExceeded:
-                close()
-                raise
-            if answer is not None:
+        while len(found) < len(lines):
+            if exceeded >= MAX_CONSECUTIVE_LIMITS:
+                why = f"not tried after {exceeded} rows in a row for which the template took too much"
+                found += [RenderLimitExceeded(why)] * (len(lines) - len(found))
                 break
-            status = _end()
-            if status == -signal.SIGPROF:
-                raise RenderLimitExceeded(f"the template computed for more than {CPU_S:g} s")
-        else:
-            raise RenderLimitExceeded(f"the process that renders the template ended twice, with status {status}")
+            first, stop, size = len(found), len(found) + 1, len(lines[len(found)])
+            while stop < len(lines) and size + len(lines[stop]) <= AT_ONCE_BYTES:
+                size, stop = size + len(lines[stop]), stop + 1
+            for each in _answers(template_key, lines[first:stop]):
+                found.append(each)
+                exceeded = exceeded + 1 if isinstance(each, RenderLimitExceeded) else 0
+    return found
+
+
+def _answers(template_key: str, lines: Sequence[bytes]) -> list[list[Rendered] | ValueError]:
+    """Return the answers to some requests; one or more, up to the first for which the renderer ended."""
+    for _ in range(2):  # retry once if something else killed the process
+        answers, ended = _running(template_key).ask(lines)
+        made = [_answer(each) for each in answers]
+        if len(made) == len(lines):
+            return made
+        if not ended:
+            close()
+            return [*made, RenderLimitExceeded(f"the template took more than {WALL_S:g} s")]
+        status = _end()
+        if status == -signal.SIGPROF:
+            return [*made, RenderLimitExceeded(f"the template computed for more than {CPU_S:g} s")]
+        if made:
+            return made
+    return [RenderLimitExceeded(f"the process that renders the template ended twice, with status {status}")]
+
+
+def _answer(answer: Mapping[str, Any]) -> list[Rendered] | ValueError:
     if "limit" in answer:
-        raise RenderLimitExceeded(answer["limit"])
+        return RenderLimitExceeded(answer["limit"])
     if "error" in answer:
-        raise ValueError(answer["error"])
-    return answer["text"], [(start, end) for start, end in answer["spans"]]
+        return ValueError(answer["error"])
+    return [Rendered(*each) for each in answer["texts"]]
 
 
 def close() -> None:
@@ -128,29 +177,20 @@ def serve() -> None:
     """Run the renderer: answer requests from standard input until it is closed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    template, special = json.loads(sys.stdin.buffer.readline())
+    template = _Template(*json.loads(sys.stdin.buffer.readline()))
     with suppress(OSError, ValueError):  # systems without /proc have no such limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES,) * 2)
     answers.write(b"{}\n")
     answers.flush()
     for line in sys.stdin.buffer:
-        request = json.loads(line)
+        request = Request(**json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         answer: dict[str, Any]
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[request["messages"]],
-                chat_template=template,
-                add_generation_prompt=request["add_generation_prompt"],
-                return_assistant_tokens_mask=request["spans"],
-                **special,
-            )
-            text, spans = rendered[0][0], rendered[1][0] if request["spans"] else []
-            answer = {"text": text, "spans": spans}
-            if len(text) > MOST_CHARACTERS:
+            texts = template.texts(request)
+            answer = {"texts": [(each.text, each.spans, each.prompts, each.messages) for each in texts]}
+            if sum(len(each.text) for each in texts) > MOST_CHARACTERS:
                 answer = {"limit": f"the template wrote more than {MOST_CHARACTERS:,} characters"}
         except MemoryError:
             answer = {"limit": f"the template took more than {MEMORY_BYTES >> 20:,} MiB of memory"}
@@ -159,6 +199,37 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
+
+
+class _Template:
+    """A chat template with its special tokens."""
+
+    def __init__(self, source: str, special: Mapping[str, Any], tokens: Sequence[str]) -> None:
+        from transformers.utils import chat_template_utils
+
+        self.tools = chat_template_utils
+        self.source, self.special, self.tokens = source, special, tokens
+        self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
+        self.end: tuple[str | None] | None = None
+
+    def texts(self, request: Request) -> list[Rendered]:
+        """Return what a request wants; see there."""
+        compiled = self.tools._compile_jinja_template(self.source)
+        messages = self.tools._alias_reasoning_fields(list(request.messages))
+
+        def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
+            given = {"messages": some, "tools": request.tools, "documents": None, "add_generation_prompt": prompt}
+            values = {**given, **self.special, **request.options}
+            if prompt or not self.marked:
+                return compiled.render(**values), []
+            return self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
+
+        if request.want in ("prompt", "whole"):
+            return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
+        if self.end is None:
+            self.end = (turn_end(make, self.tokens),)
+        last = request.want == "last"
+        return answers_in(make, messages, first=request.first, last=last, end=self.end[0], marked=self.marked)
 
 
 def _running(template_key: str) -> Renderer:
@@ -174,7 +245,7 @@ def _running(template_key: str) -> Renderer:
         start_new_session=True,  # a signal to the worker's group must not end it first
     )
     started = Renderer(template_key=template_key, owner=os.getpid(), process=process)
-    if started.ask(template_key) is None:
+    if not started.ask([f"{template_key}\n".encode()])[0]:
         raise DataError(
             f"The process that renders chat templates does not start: {sys.executable} ended with status "
             f"{started.end()}; what it wrote to standard error says why."

@@ -2,15 +2,15 @@
 
 Training: each row ends with the tokenizer's end token, and rows are concatenated into blocks (`data/packing.py`). A
 long row continues in the next block. Attention crosses row boundaries within a block, as in GPT training; masks for
-each row would rule out the fast kernels. For conversations the loss covers every token, or only the assistant's turns
-(`next_answer_token`). Those are packed whole (`data/bins.py`), so that an answer follows its own question only; a
-conversation longer than a block is truncated.
+each row would rule out the fast kernels. Conversations and completions are packed whole (`data/bins.py`), so that an
+answer follows its own question only; see `_whole_rows.py`. The loss covers every token, or only answers
+(`next_answer_token`).
 
 Scoring: a prompt is a row without an end token. It is never truncated; a prompt that leaves no room for the answer
 becomes an error row.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,17 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
-from torchlake.tables.arrays import is_blank, nulls_as_empty
-from torchlake.tasks import NO_TARGET, PROMPT, Inputs
-from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize_chats
+from torchlake.tables.arrays import from_strings, is_blank, is_text, nulls_as_empty
+from torchlake.tasks import EXTRA, NO_TARGET, PROMPT, TEXT, Inputs
+from torchlake.tasks._chat import NAMES, Names, is_chat, looks_like_chats, render_chats
 from torchlake.tasks._null_rows import NULL_INPUT
+from torchlake.tasks._whole_rows import TYPES, whole_rows
 from torchlake.tasks._writing import WritingTask
 
 if TYPE_CHECKING:
     from torch import nn
 
-PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
+PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token", "last": "next_answer_token"}
 "The problems, by `data.learn`."
 ROWS_AT_ONCE = 1_000
 
@@ -57,15 +58,6 @@ def documents(tokenizer: Any, texts: Sequence[str], *, chat: bool = False) -> To
     return flat(ids if ids and ids[-1] == end else [*ids, end] for ids in _encoded(tokenizer, texts, chat))
 
 
-def conversations(tokenizer: Any, rows: Iterable[list[int]], spec: TaskSpec) -> Tokens:
-    """Concatenate rows from `tokenize_chats`, each truncated to a block on the tokenizer's truncation side."""
-    at_start = tokenizer.truncation_side == "left"
-    whole = list(rows)
-    kept = [row[-spec.max_length :] if at_start else row[: spec.max_length] for row in whole]
-    values, offsets, cut = flat(kept)
-    return values, offsets, cut + [len(row) - len(rest) for row, rest in zip(whole, kept, strict=True)]
-
-
 def flat(rows: Iterable[list[int]]) -> Tokens:
     """Concatenate complete rows of token ids."""
     lengths = [0]
@@ -91,8 +83,9 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
 class TextGeneration(WritingTask):
     """A causal language model, which learns its texts and writes their continuations."""
 
-    inputs = {"text": PROMPT}
-    "The input: strings or conversations."
+    inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA}
+    "Strings or conversations; what follows them; the tools of each conversation."
+    optional = ("completion", "tools")
     has_labels = False
     problems = PROBLEMS
     auto_class = "AutoModelForCausalLM"
@@ -101,9 +94,44 @@ class TextGeneration(WritingTask):
     directions = {"loss": "lower", "perplexity": "lower"}
     default_metric = dict.fromkeys(PROBLEMS.values(), "perplexity")
 
-    is_chat = staticmethod(is_chat)
-    render_chats = staticmethod(render_chats)
-    marks_answers = staticmethod(marks_answers)
+    def holds_chats(self, kind: pa.DataType, spec: TaskSpec) -> bool:
+        """Return whether a column of this type holds conversations; in columns of JSON text they are found by rows."""
+        return is_chat(kind, names_of(spec))
+
+    def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
+        """Return the task with the table's columns of conversations and tools, and how its rows are packed.
+
+        The columns are found by name if `spec` has the default ones. JSON text is found by the first rows.
+        """
+        text, inputs, names = spec.text, dict(spec.inputs), names_of(spec)
+        if text in (TEXT, *NAMES) and text not in schema.names:
+            text = next((name for name in NAMES if name in schema.names), text)
+        kind = schema.field(text).type if isinstance(text, str) and text in schema.names else pa.null()
+        plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+        chat = is_chat(kind, names)
+        written = not chat and is_text(plain) and first is not None
+        if written and first is not None:
+            written = looks_like_chats(first(str(text))[text].to_pylist(), names)
+        tools = inputs.get("tools", "tools")
+        if (chat or written) and tools in schema.names:
+            inputs["tools"] = tools
+        elif tools == "tools":
+            inputs.pop("tools", None)
+        pack = spec.rows.pack or ("whole" if chat or written or "completion" in inputs else None)
+        return replace(spec, text=text, inputs=inputs, rows=replace(spec.rows, chat=written, pack=pack))
+
+    def render_chats(self, tokenizer: Any, texts: pa.Array, tools: pa.Array | None, spec: TaskSpec) -> Any:
+        """Return conversations as prompts, and {row: reason} for bad ones."""
+        named: Any = {"names": names_of(spec), "system": spec.rows.system}
+        return render_chats(tokenizer, texts, tools, add_generation_prompt=True, **named)
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        """Return the types of the tokens and, for rows packed whole, of what `_whole_rows.py` says about them."""
+        return {**super().feature_types(spec), **(TYPES if spec.whole else {})}
+
+    def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs:
+        """Return texts that are learned whole."""
+        return {"text": from_strings(tuple(texts))}
 
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec, *, chat: bool = False) -> Features:
         """Return the tokens of prompts; `chat`: they are rendered conversations."""
@@ -113,18 +141,18 @@ class TextGeneration(WritingTask):
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
     ) -> tuple[Features, pa.Array | None]:
         """Return the tokens of training texts or conversations, each with an end token."""
-        texts, chat, errors = inputs["text"], False, dict[int, str]()
-        if spec.problem == "next_answer_token" and is_chat(texts.type):
-            rows, errors = tokenize_chats(processor, texts)
-            errors |= {row: NULL_INPUT for row, ids in enumerate(rows) if ids is None and row not in errors}
-            made = conversations(processor, (ids or [] for ids in rows), spec)
-        else:
-            if is_chat(texts.type):
-                texts, errors = render_chats(processor, texts, add_generation_prompt=False)
-                chat = True
-            blank = np.flatnonzero(np.asarray(is_blank(texts)))
-            errors |= {row: NULL_INPUT for row in blank.tolist() if row not in errors}
-            made = documents(processor, nulls_as_empty(texts).to_pylist(), chat=chat)
+        if spec.whole:
+            learn = "last" if spec.rows.last else "all" if spec.problem == "next_token" else "answers"
+            return whole_rows(processor, inputs, spec.rows, spec.max_length, learn), None
+        texts, errors = inputs["text"], dict[int, str]()
+        chat = spec.rows.chat or is_chat(texts.type, names_of(spec))
+        if chat:
+            named: Any = {"names": names_of(spec), "system": spec.rows.system}
+            tools = inputs.get("tools")
+            texts, errors = render_chats(processor, texts, tools, add_generation_prompt=False, **named)
+        blank = np.flatnonzero(np.asarray(is_blank(texts)))
+        errors |= {row: NULL_INPUT for row in blank.tolist() if row not in errors}
+        made = documents(processor, nulls_as_empty(texts).to_pylist(), chat=chat)
         return replace(text_features(made), errors=errors), None
 
     def targets(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -154,6 +182,11 @@ class TextGeneration(WritingTask):
     def num_targets(self, lengths: np.ndarray, spec: TaskSpec) -> int:
         """Return the number of targets in blocks of these lengths (B,): every token except the first of each block."""
         return int(lengths.sum()) - len(lengths)
+
+
+def names_of(spec: TaskSpec) -> Names | None:
+    """Return how the task's tables name the parts of a message; None: as usual."""
+    return None if spec.rows.messages is None else Names(**spec.rows.messages)
 
 
 task = TextGeneration()

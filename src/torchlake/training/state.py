@@ -226,9 +226,9 @@ class TrainState:
             return divisor
         if not self.task.packs:
             return len(rows.numbers)
-        if self.spec.problem == "next_answer_token":
+        if self.spec.whole:
             tokens = rows.table.tokens
-            assert isinstance(tokens, bins.Bins), "conversations are packed whole"
+            assert isinstance(tokens, bins.Bins), "rows are packed whole"
             # A batch may hold questions only: its loss is then 0 of one target.
             return max(1, int(packing.target_counts(tokens, rows.numbers).sum()))
         number: int = self.task.num_targets(rows.lengths, self.spec)

@@ -70,6 +70,19 @@ class CsvConfig(BaseModel):
     """Encoding of the text, such as latin-1, cp1252 or utf-16."""
 
 
+class MessagesConfig(BaseModel):
+    """The names that the table gives to the parts of a conversation's messages."""
+
+    model_config = STRICT
+
+    role: Name = "role"
+    """Field with the role, such as from."""
+    content: Name = "content"
+    """Field with the text, such as value."""
+    roles: dict[Name, Name] = {}
+    """The template's role for each role of the table, such as {human: user, gpt: assistant}."""
+
+
 Share = Annotated[Fraction, Tag("<fraction>")] | Annotated[Fold, Tag("<fold>")]
 "A part of the training rows for validation."
 
@@ -97,8 +110,20 @@ class DataConfig(BaseModel):
     """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
     problem: Literal["single_label", "multi_label", "regression"] | None = None
     """One class per row, several (lists of strings), or a number; null: inferred from the label column."""
-    learn: Literal["all", "assistant"] = "all"
-    """Tokens of conversations in the loss: all, or those of the assistant's turns as marked by the chat template."""
+    completion: Name | None = None
+    """Column of the completion, strings or messages, of the prompt in text; the loss is over the completion."""
+    messages: MessagesConfig | None = None
+    """Names of the parts of a message; null: role and content, or from and value (ShareGPT)."""
+    system: Name | None = None
+    """System text before every conversation that does not begin with one; null: none."""
+    learn: Literal["all", "assistant", "last"] | None = None
+    """Tokens in the loss: all, those of the assistant's turns, or of its last turn; null: the completion, or all."""
+    pack: Literal["stream", "whole"] | None = None
+    """stream: rows follow one another in blocks; whole: each is in one block, and rows do not see each other; null:
+    whole for conversations and completions, stream for text."""
+    too_long: Literal["cut_start", "cut_end", "drop", "error"] | None = None
+    """A row packed whole that is longer than a block: cut it (conversations at a message, the system text kept), drop
+    it, or make it an error; null: cut_end for text, else cut_start."""
     key: Name | None = None
     """Column that identifies a row, unique and without nulls; null: file and row number."""
     csv: CsvConfig = CsvConfig()

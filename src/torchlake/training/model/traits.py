@@ -84,7 +84,7 @@ def find_traits(
         first = [name for name in weights if name.endswith((files.FIRST_A, files.FIRST_B))]
         weights = {name: weights[name] for name in [*trainable_names(model, train), *first]}
     rows = [each["input_ids"][0] for each in batches] if task.packs else []
-    isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, dict(task.forward_options))
+    isolates = spec.whole and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
     chunked = task.packs and find_precision(precision, device).dtype is not torch.float16

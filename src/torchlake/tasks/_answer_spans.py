@@ -1,0 +1,164 @@
+"""Where the answers are in rendered conversations, for templates with and without {% generation %}.
+
+    messages before a turn, with the generation prompt   "<user>Hi<end>\n<assistant>"                a prompt
+    messages up to it, without                           "<user>Hi<end>\n<assistant>Hello<end>\n"    the answer after it
+
+The difference is the answer, up to the end token of the turn; a newline after it is not learned. If every prompt begins
+every longer text, the conversation is one text with several answers. Otherwise (Qwen 3 leaves out earlier reasoning)
+each answer has a text of its own, the one that `predict` would write. Marks in the template say what is learned of a
+turn. The renderer (`_rendering.py`) finds the places, in characters, and the worker the tokens.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Spans = Sequence[Sequence[int]]
+"Places in a text: (first character, one past the last)."
+Make = Callable[[Sequence[Mapping[str, Any]], bool], tuple[str, Spans]]
+"Renders messages, with the generation prompt or without, and returns the text and the marks of the template."
+ROWS_AT_ONCE = 1_000
+SAMPLE = "SampleAnswer"
+"An answer that no template changes."
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text, and what of it is learned."""
+
+    text: str
+    spans: Spans | None = None
+    "The answers; None: the whole text is learned."
+    prompts: Sequence[int] = ()
+    "For each answer, how many characters `predict` feeds before it; -1 if it feeds another text."
+    messages: int = 0
+    "How many messages of the conversation it has."
+
+
+def turn_end(make: Make, tokens: Sequence[str]) -> str | None:
+    """Return how the template ends an assistant's turn, up to the first of `tokens`; None if with none of them."""
+    try:
+        text, _ = make([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAMPLE}], False)
+    except Exception:  # it may need other messages
+        return None
+    after = text.rpartition(SAMPLE)[2] if SAMPLE in text else ""
+    found = _special(tokens).search(after)
+    return after[: found.end()] if found else None
+
+
+def answers_in(
+    make: Make, messages: Sequence[Mapping[str, Any]], *, first: int, last: bool, end: str | None, marked: bool
+) -> list[Rendered]:
+    """Return the text of a conversation with its answers, or a text for each answer; `last`: of the last one only.
+
+    Turns before message `first` are not answers. `end` is from `turn_end`; `marked`: the template has marks. Raises
+    ValueError if there is no answer, and what the template raises.
+    """
+    turns = [at for at, message in enumerate(messages) if at >= first and message["role"] == "assistant"]
+    if last and turns:
+        turns, messages = turns[-1:], messages[: turns[-1] + 1]
+    whole, marks = make(messages, False)
+    found, equal = list[Rendered](), True
+    for at in turns:
+        try:
+            prompt, _ = make(messages[:at], True)
+        except Exception:
+            if len(turns) == 1 or any(message["role"] == "user" for message in messages[:at]):
+                raise
+            continue  # the assistant begins, and the template has no prompt for that
+        text, own = (whole, marks) if at + 1 == len(messages) else make(messages[: at + 1], False)
+        same = text.startswith(prompt)
+        start = len(prompt) if same else next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
+        spans = [each for each in own if each[1] > start] if marked else [(start, _stop(text, start, end))]
+        if spans:
+            found.append(Rendered(text, spans, [len(prompt) if same else -1], at + 1))
+            equal = equal and same and whole.startswith(text[: spans[-1][1]])
+    if not found:
+        raise ValueError("it has no turn of the assistant to learn")
+    if not equal:
+        return found
+    spans = [span for each in found for span in each.spans or ()]
+    learned = marks if marked and not (first or last) else spans
+    return [Rendered(whole, learned, [each.prompts[0] for each in found], len(messages))]
+
+
+def _stop(text: str, start: int, end: str | None) -> int:
+    """Return where the turn that begins at `start` ends."""
+    place = -1 if end is None else text.rfind(end, start)
+    return len(text) if end is None or place < 0 else place + len(end)
+
+
+def _special(tokens: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Encodes texts with one tokenizer."""
+
+    tokenizer: Any
+    added: frozenset[int]
+    "Tokens before and after which texts are tokenized by themselves."
+    known: dict[str, list[int]]
+    "The tokens of ends of prompts."
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Encoder":
+        """Return the encoder of a tokenizer."""
+        return cls(tokenizer=tokenizer, added=frozenset(tokenizer.added_tokens_decoder), known={})
+
+    def encode(self, made: Sequence[Rendered], *, whole: bool) -> list[tuple[np.ndarray, int]]:
+        """Return the tokens (T,) int32 of each text, ~id (below zero) where they are not learned, and its `_merged`.
+
+        `whole`: the texts have their special tokens already, as a chat template writes them.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        found = []
+        for first in range(0, len(made), ROWS_AT_ONCE):
+            some = made[first : first + ROWS_AT_ONCE]
+            encodings = backend.encode_batch([each.text for each in some], add_special_tokens=not whole)
+            found += [self._learned(one, each, whole) for one, each in zip(encodings, some, strict=True)]
+        return found
+
+    def _learned(self, encoding: Any, made: Rendered, whole: bool) -> tuple[np.ndarray, int]:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        if made.spans is None:
+            return ids, 0
+        learned = np.zeros(len(ids), dtype=bool)
+        for start, stop in made.spans:
+            first = encoding.char_to_token(start) if stop > start else None
+            if first is not None:  # None: the text ends before the span
+                last = encoding.char_to_token(stop - 1)
+                learned[first : len(ids) if last is None else last + 1] = True
+        return np.where(learned, ids, ~ids), self._merged(encoding, made, ids, whole)
+
+    def _merged(self, encoding: Any, made: Rendered, ids: np.ndarray, whole: bool) -> int:
+        """Return how many answers do not follow the tokens that `predict` feeds.
+
+        There a token reaches across the beginning, or the text before has other tokens by itself, or is another text.
+        """
+        starts = {start for start, _ in made.spans or ()}
+        good = (place in starts and self._follows(encoding, made.text, place, ids, whole) for place in made.prompts)
+        return len(made.prompts) - sum(good)
+
+    def _follows(self, encoding: Any, text: str, place: int, ids: np.ndarray, whole: bool) -> bool:
+        first = encoding.char_to_token(place)
+        if first is None or encoding.token_to_chars(first)[0] != place:
+            return False
+        begin = next((at for at in range(first - 1, -1, -1) if int(ids[at]) in self.added), 0)
+        start = encoding.token_to_chars(begin)[0] if whole and begin else 0
+        if start == 0:
+            alone = self.tokenizer.backend_tokenizer.encode(text[:place], add_special_tokens=not whole).ids
+            if alone and alone[-1] == self.tokenizer.eos_token_id and len(alone) == first + 1:
+                alone = alone[:-1]
+            return bool(alone == ids[:first].tolist())
+        piece = text[start:place]
+        if piece not in self.known:
+            self.known[piece] = self.tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids
+        return bool(self.known[piece] == ids[begin:first].tolist())

@@ -1,0 +1,101 @@
+"""Prompts with their completions as tokens, of which the completion is learned: ~id, below zero, is not learned.
+
+Strings are joined as they are, and the completion ends with the tokenizer's end token. Messages are rendered by the
+chat template, and end with the end token of the last turn.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._chat import Names, read_messages
+from torchlake.tasks._rendering import Request, render
+
+Side = str | list[dict[str, Any]]
+"A prompt or a completion: text, or messages."
+
+
+def completion_ids(
+    tokenizer: Any,
+    prompt: Side,
+    completion: Side,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the tokens of a prompt, as ~id, and of its completion, which ends with the end token.
+
+    `options` are further variables of the chat template. Raises ValueError in words for a row error; see `row_error`.
+    """
+    [found] = all_completion_ids(tokenizer, [(prompt, completion, tools)], options=options)
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def all_completion_ids(
+    tokenizer: Any,
+    rows: Sequence[tuple[Side, Side, Sequence[Mapping[str, Any]] | None]],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> list[list[int] | ValueError]:
+    """Return the same for many rows of prompt, completion and tools, or why a row has none; one request for each."""
+    found: list[list[int] | ValueError] = [ValueError("it has no text")] * len(rows)
+    texts, requests = dict[int, Rendered](), dict[int, Request]()
+    for row, (prompt, completion, tools) in enumerate(rows):
+        if isinstance(prompt, str) and isinstance(completion, str):
+            texts[row] = joined(prompt, completion)
+            continue
+        try:
+            requests[row] = request_of(prompt, completion, tools, options)
+        except (ValueError, RecursionError) as error:
+            found[row] = ValueError(str(error))
+    chats = dict[int, Rendered]()
+    for row, made in zip(requests, render(tokenizer, [*requests.values()]), strict=True):
+        if isinstance(made, ValueError):
+            found[row] = made
+        elif len(made) > 1:
+            found[row] = ValueError("the template changes an answer of the completion after it; keep one answer in it")
+        else:
+            chats[row] = made[0]
+    encoder = Encoder.of(tokenizer)
+    for some, turn in ((texts, False), (chats, True)):
+        for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):
+            found[row] = ended(ids, encoder, turn=turn).tolist()
+    return found
+
+
+def joined(prompt: str, completion: str) -> Rendered:
+    """Return a prompt and its completion as one text, of which the completion is learned."""
+    whole = prompt + completion
+    return Rendered(whole, [(len(prompt), len(whole))], [len(prompt)])
+
+
+def request_of(
+    prompt: Side,
+    completion: Side,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    names: Names | None = None,
+) -> Request:
+    """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer."""
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, names)
+    said = [{"role": "assistant", "content": completion}]
+    answer = said if isinstance(completion, str) else read_messages(completion, names)
+    return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
+
+
+def ended(ids: np.ndarray, encoder: Encoder, *, turn: bool) -> np.ndarray:
+    """Return tokens (T,) up to the last learned one, and the tokenizer's end token unless they end with it.
+
+    `turn`: any token that was added to the tokenizer ends an assistant's turn.
+    """
+    learned = np.flatnonzero(ids >= 0)
+    kept = ids[: learned[-1] + 1] if len(learned) else ids
+    end = encoder.tokenizer.eos_token_id
+    if len(kept) and (int(kept[-1]) == end or (turn and int(kept[-1]) in encoder.added)):
+        return kept
+    return np.append(kept, np.int32(end))

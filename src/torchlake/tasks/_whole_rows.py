@@ -1,0 +1,298 @@
+"""Rows that are packed whole: conversations, completions and texts, as sequences no longer than a block.
+
+    conversation that the template does not change later   one sequence, with several answers
+    any other conversation                                 a sequence for each answer
+
+A longer row is cut, dropped, or an error (`data.too_long`). A conversation is cut at its beginning, before a message
+that the assistant has not written, with its system text kept, and rendered again: it is what `predict` would read. As
+many messages are kept as fit. A row without a learned token is an error row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.config.task_spec import RowOptions
+from torchlake.data.batching import Ragged, offsets_of
+from torchlake.data.features import Features, text_features
+from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._chat import Names, is_chat, read_chats, read_messages, read_tools, row_error, with_system
+from torchlake.tasks._completions import ended, joined, request_of
+from torchlake.tasks._null_rows import NULL_INPUT
+from torchlake.tasks._rendering import Request, render
+
+SEQUENCES, LEARNED, MERGED = "sequences", "learned", "merged"
+"Beside the tokens of a row: the lengths of its sequences, its targets, its answers after other tokens than predict's."
+TYPES = {SEQUENCES: pa.list_(pa.int32()), LEARNED: pa.int32(), MERGED: pa.int32()}
+NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
+MOST_TURNS = 64
+"A conversation with more answers is measured before they are found, which takes a text for each."
+SYSTEM = ("system", "developer")
+
+
+@dataclass(kw_only=True)
+class _Sequence:
+    """A sequence of a row, and where it comes from."""
+
+    row: int
+    ids: np.ndarray
+    "(T,) int32, ~id for a token that is not learned."
+    merged: int = 0
+    request: Request | None = None
+    "What it was rendered from; None: it is a text."
+    cut: int = 0
+
+
+@dataclass(kw_only=True)
+class _Making:
+    """Rows of a table on their way to sequences."""
+
+    encoder: Encoder
+    length: int
+    "Tokens of a block."
+    too_long: str | None
+    sequences: dict[int, list[_Sequence]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def texts(self, rows: Mapping[int, Rendered]) -> None:
+        """Add rows that are texts, each with an end token."""
+        for row, (ids, merged) in zip(rows, self.encoder.encode([*rows.values()], whole=False), strict=True):
+            self.sequences[row] = [_Sequence(row=row, ids=ended(ids, self.encoder, turn=False), merged=merged)]
+
+    def chats(self, requests: Mapping[int, Request]) -> None:
+        """Add rows that are conversations."""
+        for row, each in self._rendered(requests).items():
+            if isinstance(each, ValueError):
+                self.errors[row] = row_error(each)
+            else:
+                self.sequences[row] = each
+
+    def fit(self) -> None:
+        """Make every sequence fit a block, or its row an error; find the answers of those that were only measured."""
+        long = [one for some in self.sequences.values() for one in some if len(one.ids) > self.length]
+        if self.too_long in ("drop", "error"):
+            for one in long:
+                self.errors[one.row] = f"{TOO_LONG}: {len(one.ids):,} tokens, and model.max_length is {self.length:,}"
+                self.sequences.pop(one.row, None)
+            long = []
+        at_messages = [one for one in long if one.request is not None and self.too_long != "cut_end"]
+        found = dict(enumerate(self._cut_at_messages(at_messages)))
+        shorter = self._rendered({at: each for at, each in found.items() if each is not None})
+        for at, one in enumerate(at_messages):
+            if at in shorter:
+                self._replace(one, shorter[at])
+            elif one.request is not None and one.request.want != "whole":
+                one.cut, one.ids = len(one.ids), one.ids[:0]
+        for one in (one for one in long if len(one.ids) > self.length):
+            self._cut_tokens(one)
+
+    def _cut_tokens(self, one: _Sequence) -> None:
+        over = len(one.ids) - self.length
+        from_end = self.too_long == "cut_end" or (self.too_long is None and one.request is None and one.ids[0] >= 0)
+        begin = self.encoder.tokenizer.bos_token_id
+        kept = int(begin is not None and one.ids[0] in (begin, ~begin))
+        one.ids = one.ids[: self.length] if from_end else np.delete(one.ids, np.s_[kept : kept + over])
+        one.cut += over
+
+    def _replace(self, one: _Sequence, made: list[_Sequence] | ValueError) -> None:
+        """Replace a sequence by those of a shorter conversation."""
+        place = next(at for at, each in enumerate(self.sequences[one.row]) if each is one)
+        fitting = [] if isinstance(made, ValueError) else [each for each in made if len(each.ids) <= self.length]
+        if isinstance(made, ValueError):
+            self.errors[one.row] = row_error(made)
+        if fitting:
+            fitting[0].cut = max(0, len(one.ids) - sum(len(each.ids) for each in fitting))
+        self.sequences[one.row][place : place + 1] = fitting
+
+    def _rendered(self, requests: Mapping[int, Request]) -> dict[int, list[_Sequence] | ValueError]:
+        """Return the sequences of conversations, or why one has none."""
+        made = dict(zip(requests, render(self.encoder.tokenizer, [*requests.values()]), strict=True))
+        texts = [(row, each) for row, some in made.items() if not isinstance(some, ValueError) for each in some]
+        found: dict[int, list[_Sequence] | ValueError] = {
+            row: each if isinstance(each, ValueError) else [] for row, each in made.items()
+        }
+        encoded = self.encoder.encode([each for _, each in texts], whole=True)
+        for (row, text), (ids, merged) in zip(texts, encoded, strict=True):
+            request, sequences = requests[row], found[row]
+            assert isinstance(sequences, list), "it has texts"
+            if text.messages < len(request.messages):
+                request = replace(request, messages=request.messages[: text.messages], want="last")
+            ids = self._with_end(ids, text)
+            sequences.append(_Sequence(row=row, ids=ids, merged=merged, request=request))
+        return found
+
+    def _with_end(self, ids: np.ndarray, text: Rendered) -> np.ndarray:
+        """Return the tokens with the tokenizer's end token, unless the template ends the last turn with a token."""
+        tail = len(text.text) - len(text.text.rstrip())
+        last = len(ids) - 1
+        while last > 0 and tail and not self.encoder.tokenizer.decode([abs_id(ids[last])]).strip():
+            last -= 1
+        if len(ids) and abs_id(ids[last]) in self.encoder.added:
+            return ids
+        end = self.encoder.tokenizer.eos_token_id
+        return np.append(ids, np.int32(end if not len(ids) or ids[-1] >= 0 else ~end))
+
+    def _cut_at_messages(self, long: Sequence[_Sequence]) -> list[Request | None]:
+        """Return the longest conversation that fits for each sequence; None if there is none."""
+        found: list[Request | None] = [None] * len(long)
+        for by_role in (None, "user"):
+            left = [at for at, each in enumerate(found) if each is None]
+            searches = [_Search.of(long[at].request, by_role) for at in left]
+            while asked := {at: one.next for at, one in zip(left, searches, strict=True) if one.next}:
+                tried = {at: one for at, one in zip(left, searches, strict=True) if at in asked}
+                made = self._rendered({at: one.cut(asked[at], "whole") for at, one in tried.items()})
+                for at, search in tried.items():
+                    each = made[at]
+                    search.learn(isinstance(each, list) and len(each[0].ids) <= self.length)
+            for at, search in zip(left, searches, strict=True):
+                if search.good:
+                    found[at] = search.cut(search.good, None)
+        return found
+
+
+def abs_id(token: Any) -> int:
+    """Return the id of a token, learned or not."""
+    return int(token if token >= 0 else ~token)
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """Finds how many of the places where a conversation may begin, counted from its end, leave it within a block."""
+
+    request: Request
+    places: list[int]
+    "The messages with which it may begin, after the first."
+    good: int = 0
+    bad: int = 0
+    next: int = 0
+
+    @classmethod
+    def of(cls, request: Request | None, role: str | None) -> "_Search":
+        """Return a search over the messages of that role, or of any except the assistant's."""
+        assert request is not None, "only conversations are cut at messages"
+        messages = request.messages
+        head = sum(message["role"] in SYSTEM for message in messages[:1])
+        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and at >= request.first]
+        last = len(messages) if request.want == "whole" or not answers else answers[-1]
+        places = [
+            at
+            for at in range(head + 1, last)
+            if (messages[at]["role"] == role if role else messages[at]["role"] != "assistant")
+            and (not request.first or at < request.first)
+        ]
+        return cls(request=request, places=places, bad=len(places) + 1, next=min(1, len(places)))
+
+    def cut(self, count: int, want: Any) -> Request:
+        """Return the conversation that begins at the place `count` from the end."""
+        messages = self.request.messages
+        head = sum(message["role"] in SYSTEM for message in messages[:1])
+        begin = self.places[len(self.places) - count]
+        return replace(
+            self.request,
+            messages=[*messages[:head], *messages[begin:]],
+            first=max(0, self.request.first - begin + head) if self.request.first else 0,
+            want=want or self.request.want,
+        )
+
+    def learn(self, fits: bool) -> None:
+        """Take in whether the last attempt fits."""
+        if fits:
+            self.good = self.next
+        else:
+            self.bad = self.next
+        unknown = self.bad == len(self.places) + 1
+        middle = min(2 * self.good, len(self.places)) if unknown else (self.good + self.bad) // 2
+        self.next = middle if self.good < middle < self.bad else 0
+
+
+def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, length: int, learn: str) -> Features:
+    """Return rows as sequences of at most `length` tokens; `learn` is `all`, `answers` or `last`."""
+    making = _Making(encoder=Encoder.of(tokenizer), length=length, too_long=options.too_long)
+    texts, requests = _rows_of(inputs, options, making.errors, learn)
+    measured = {row: each for row, each in requests.items() if _turns(each) > MOST_TURNS and learn == "answers"}
+    making.texts(texts)
+    making.chats({**requests, **{row: replace(each, want="whole") for row, each in measured.items()}})
+    again = dict[int, Request]()
+    for row in measured.keys() & making.sequences.keys():
+        [one] = making.sequences[row]
+        if len(one.ids) <= length:
+            again[row] = measured[row]
+        one.request = measured[row]
+    making.chats(again)
+    making.fit()
+    count = len(inputs["text"])
+    return _features([_finished(making, row) for row in range(count)], making.errors)
+
+
+def _rows_of(
+    inputs: Mapping[str, Any], options: RowOptions, errors: dict[int, str], learn: str
+) -> tuple[dict[int, Rendered], dict[int, Request]]:
+    """Return the rows that are texts, and those that are conversations."""
+    column, completion, tools = inputs["text"], inputs.get("completion"), inputs.get("tools")
+    names = None if options.messages is None else Names(**options.messages)
+    values, answers = column.to_pylist(), None if completion is None else completion.to_pylist()
+    called = None if tools is None else tools.to_pylist()
+    chat = options.chat or is_chat(column.type, names)
+    want: Any = {"all": "whole", "answers": "answers", "last": "last"}[learn]
+    if answers is None and chat:
+        requests, bad = read_chats(values, called, names=names, system=options.system)
+        errors |= bad
+        return {}, {row: replace(each, want=want) for row, each in requests.items()}
+    texts, requests = dict[int, Rendered](), dict[int, Request]()
+    for row, value in enumerate(values):
+        if isinstance(value, str) and not value.strip():
+            continue
+        if answers is None:
+            texts[row] = Rendered(value)
+        elif isinstance(answers[row], str) and not answers[row].strip():
+            continue
+        elif chat or not isinstance(answers[row], str) or is_chat(completion.type, names):
+            try:
+                asked, answer = (
+                    read_messages(each, names) if options.chat and str(each).lstrip()[:1] == "[" else each
+                    for each in (value, answers[row])
+                )
+                made = request_of(asked, answer, None if called is None else read_tools(called[row]), names=names)
+                system = with_system([*made.messages], options.system)
+                more = len(system) - len(made.messages)
+                requests[row] = replace(made, messages=system, first=made.first + more)
+            except (ValueError, RecursionError) as error:
+                errors[row] = row_error(error)
+        else:
+            texts[row] = joined(value, answers[row])
+    return texts, requests
+
+
+def _turns(request: Request) -> int:
+    return sum(message["role"] == "assistant" for message in request.messages)
+
+
+def _finished(making: _Making, row: int) -> list[_Sequence]:
+    """Return the sequences of a row that have targets; add an error for a row without any."""
+    sequences = making.sequences.get(row, [])
+    kept = [one for one in sequences if (one.ids[1:] >= 0).any()]
+    if row not in making.errors and not kept:
+        why = f"{NO_ANSWER}: none of what is learned fits, with the message before it, into {making.length:,} tokens"
+        making.errors[row] = f"{why} (model.max_length)" if row in making.sequences else NULL_INPUT
+    return [] if row in making.errors else kept
+
+
+def _features(rows: Sequence[Sequence[_Sequence]], errors: Mapping[int, str]) -> Features:
+    """Return rows as arrays."""
+    ids = [one.ids for row in rows for one in row]
+    values = np.concatenate([np.zeros(0, np.int32), *ids])
+    lengths = np.array([sum(len(one.ids) for one in row) for row in rows], np.int64)
+    sizes = np.array([len(one) for one in ids], np.int32)
+    cut = np.array([sum(one.cut for one in row) for row in rows], np.int64)
+    return replace(
+        text_features(
+            (values, offsets_of(lengths), cut),
+            sequences=Ragged(sizes, offsets_of(np.array([len(row) for row in rows], np.int64))),
+            learned=np.array([sum(int((one.ids[1:] >= 0).sum()) for one in row) for row in rows], np.int32),
+            merged=np.array([sum(one.merged for one in row) for row in rows], np.int32),
+        ),
+        errors=errors,
+    )
