@@ -30,6 +30,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 ADAPTER_CONFIG, ADAPTER_TENSORS, BASE_RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 "The files of an adapter, in place of weights; see adapters/base.py."
+ADAPTER = "adapter"
+"The folder beside whole weights that holds the adapter alone, as peft loads it."
 IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 "The files of an image processor; the first that has one counts."
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")

@@ -55,7 +55,8 @@ def save_model_folder(
 
     `model_or_state` is the model, or its full state dict by name (`config.architectures` then names the class). `card`
     fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
-    `beside` is copied into it under its name; the files of the folder `adapter` take the place of weights. A module that is not of transformers is written as one safetensors file.
+    `beside` is copied into it under its name; the files of the folder `adapter` take the place of weights. A module
+    that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
     with new_folder(folder, site=site, format=1) as temporary:
@@ -149,12 +150,17 @@ def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:
 
     `architectures` is empty, so that transformers does not take the weights for those of the encoder alone.
     """
+    save_weights(folder, model_or_state)
+    values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
+    atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
+
+
+def save_weights(folder: Path, model_or_state: Any) -> None:
+    """Write model.safetensors, tied tensors once."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in untied_state(model_or_state).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
-    atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
 
 
 def untied_state(model_or_state: Any) -> "Mapping[str, torch.Tensor]":

@@ -14,6 +14,7 @@ head. `find` detects this with one row; a model that does anything else keeps it
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -192,6 +193,7 @@ def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callabl
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
 
+    @wraps(model_forward)  # `generate` looks at its arguments
     def forward(*args: Any, targets: torch.Tensor | None = None, **options: Any) -> Any:
         if targets is None:
             return model_forward(*args, **options)

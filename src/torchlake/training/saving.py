@@ -22,11 +22,11 @@ from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
-from torchlake.metrics import lower_is_better
+from torchlake.metrics import DIRECTIONS, lower_is_better
 from torchlake.models.adapters import quantized
 from torchlake.models.adapters.base import write_base
 from torchlake.models.adapters.merging import merged
-from torchlake.models.folders import base_folder
+from torchlake.models.folders import ADAPTER, base_folder
 from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.storage import lease
@@ -76,7 +76,7 @@ def save_if_best(
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
+    sign = -1 if lower_is_better(settings.metric, {**DIRECTIONS, **state.task.directions}) else 1
     before = progress.best
     progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
@@ -128,7 +128,7 @@ def _write_adapter(
     model, job = _initial_model(settings), settings.job
     assert job.model.lora is not None, "else there would be no adapters"
     with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
-        adapter, auto_class = Path(scratch) / lora.ADAPTER, plugins.load("tasks", settings.spec.task).auto_class
+        adapter, auto_class = Path(scratch) / ADAPTER, plugins.load("tasks", settings.spec.task).auto_class
         base = lora.write_adapter(job, model, tensors, adapter, auto_class)
         if not job.model.lora.merge:
             assert base is not None, "checked before the training"

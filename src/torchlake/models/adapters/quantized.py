@@ -148,7 +148,9 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
         if type(child) in (nn.Linear, Conv1D)
     ]
     if not found:
-        raise ConfigError(f"model.quantize: {type(model).__name__} has no linear layers in a list of layers. Remove it.")
+        raise ConfigError(
+            f"model.quantize: {type(model).__name__} has no linear layers in a list of layers. Remove it."
+        )
     return found
 
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ADAPTER = "adapter"
-"The folder in the model folder that holds the adapter alone, as peft loads it."
-
 
 def check_lora(job: Job, task: Any) -> None:
     """Raise MissingExtra for a library that the job needs and that is not installed, UsageError for a task whose folder

@@ -30,6 +30,7 @@ from torchlake.models import probes
 from torchlake.models.adapters import quantized
 from torchlake.models.folders import base_folder
 from torchlake.models.load import TaskSpec
+from torchlake.optim.noise import EmbeddingNoise
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.parameters import freeze, layer_scales, layers
 from torchlake.optim.precision import find_precision
@@ -76,6 +77,9 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
     )
     _set_up(model, base, shared, job, train, spec, task, group)
+    if job.model.quantize is not None and settings.strategy == "fsdp":
+        quantized.store_as(model, precision.dtype or torch.float32)
+    noise = None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed)
     model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
     module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
@@ -107,6 +111,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         isolates=shared.isolates,
         one_line=job.model.attention == "flash",
         chunked=shared.after_head is not None,
+        noise=noise,
         equal_lengths=shared.equal_lengths,
     ), progress
 
