@@ -39,21 +39,18 @@ def json_valid(written: Sequence[str], expected: Sequence[str]) -> float:
 
 
 def chrf(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return chrF2 over all texts, 0 to 100: the mean of the orders' F scores that have n-grams in both."""
+    """Return chrF2 over all texts, 0 to 100: the F score of the mean precision and the mean recall of the orders."""
     counts = np.zeros((CHRF_ORDER, 3))
     for text, wanted in zip(written, expected, strict=True):
         mine, theirs = "".join(text.split()), "".join(wanted.split())
         for order in range(CHRF_ORDER):
             ours, others = _grams(mine, order + 1), _grams(theirs, order + 1)
             counts[order] += (ours.total(), others.total(), (ours & others).total())
-    scores = []
-    for ours, others, common in counts.tolist():
-        if ours and others:
-            precision, recall = common / ours, common / others
-            factor = CHRF_BETA**2
-            below = factor * precision + recall
-            scores.append((1 + factor) * precision * recall / below if below else 0.0)
-    return 100 * sum(scores) / len(scores) if scores else 0.0
+    counted = counts[counts[:, :2].all(axis=1)]  # orders for which both have texts that are long enough
+    if not counted[:, 2].any():
+        return 0.0
+    precision, recall = ((counted[:, 2] / counted[:, side]).mean() for side in (0, 1))
+    return float(100 * (1 + CHRF_BETA**2) * precision * recall / (CHRF_BETA**2 * precision + recall))
 
 
 METRICS: Mapping[str, Callable[[Sequence[str], Sequence[str]], float]] = {
