@@ -61,7 +61,8 @@ class QuantizedLinear(nn.Linear):
     def values_of(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights (O, I) that `packed` stands for."""
         if self.kind == "int8":
-            whole = packed.view(torch.int8).reshape(self.out_features, self.in_features)
+            numbers = self.out_features * self.in_features  # `store_as` may have added some
+            whole = packed.view(torch.int8).reshape(-1)[:numbers].reshape(self.out_features, self.in_features)
             return (whole.float() * (self.scales[:, None] / 127.0)).to(dtype)
         from bitsandbytes import functional as bits
 
