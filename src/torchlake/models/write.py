@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +34,8 @@ class About:
     hub_task: str = "text-classification"
     generation: Mapping[str, Any] | None = None
     "What generation_config.json says about a model that writes texts."
+    adapter: bool = False
+    "Whether the folder holds an adapter in place of weights."
     write_weights: "Callable[[Path, Mapping[str, Any], Any], None] | None" = None
     "Writes the state dict and the configuration into a folder, in place of the two usual ways."
 
@@ -59,6 +61,7 @@ def save_model_folder(
     that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
+    about = replace(about, adapter=adapter is not None)
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
             if adapter is not None:
@@ -207,11 +210,18 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) 
     if auto_class:
         images = auto_class.endswith("ForImageClassification")
         name, processor = ("processor", "AutoImageProcessor") if images else ("tokenizer", "AutoTokenizer")
+        with_what, imports, made = "transformers", auto_class, f"model = {auto_class}.from_pretrained(folder)\n"
+        if about.adapter:
+            with_what, imports = "transformers and peft", f"AutoConfig, {auto_class}"
+            made = (
+                f"base = {auto_class}.from_pretrained({str(card.get('base'))!r}, "
+                "config=AutoConfig.from_pretrained(folder))\n"
+                "model = PeftModel.from_pretrained(base, folder)  # from peft import PeftModel\n"
+            )
         text += (
-            "\nWith transformers:\n\n```python\n"
-            f"from transformers import {auto_class}, {processor}\n"
-            f"model = {auto_class}.from_pretrained(folder)\n"
-            f"{name} = {processor}.from_pretrained(folder)\n```\n"
+            f"\nWith {with_what}:\n\n```python\n"
+            f"from transformers import {imports}, {processor}\n"
+            f"{made}{name} = {processor}.from_pretrained(folder)\n```\n"
         )
     return text + ("\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n")
 

@@ -45,12 +45,14 @@ def check_metric(job: Job) -> None:
 
 def check_writing(job: Job, spec: TaskSpec) -> None:
     """Raise ConfigError for train.validate_writing if the rows have no answers apart from their prompts."""
-    if job.train.validate_writing is not None and spec.problem == "next_token":
-        raise ConfigError(
-            f"train.validate_writing needs prompts and answers, and data.text ({spec.text}) is learned whole, as one "
-            "text. Name conversations with data.learn=assistant, or a column of answers (data.completion), or leave it "
-            "out."
-        )
+    if job.train.validate_writing is None or spec.problem in ("next_answer_token", "text"):
+        return
+    if spec.problem != "next_token":
+        raise ConfigError(f"train.validate_writing: the rows of model.task={spec.task} have no answer that is expected")
+    raise ConfigError(
+        f"train.validate_writing needs prompts and answers, and data.text ({spec.text}) is learned whole, as one text. "
+        "Name conversations with data.learn=assistant, or a column of answers (data.completion), or leave it out."
+    )
 
 
 def _check_language(job: Job, task: Task) -> None:

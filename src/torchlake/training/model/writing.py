@@ -103,8 +103,8 @@ def write_answers(
                 with distributed.explain_lost_peers(group, doing):
                     answers = answer([exercises.prompts[row] for row in chosen])
                 if group.counts:
-                    own = np.isin(chosen, mine) & (np.arange(first, first + len(chosen)) < len(mine))
-                    whole[chosen[own]] = answers[own]
+                    own = mine[first : first + size]
+                    whole[own] = answers[: len(own)]
                 if distributed.any_rank(group, stop_requested(), doing):
                     return None
     finally:
