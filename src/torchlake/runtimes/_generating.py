@@ -57,7 +57,7 @@ def generator(
     all ranks compute as many tokens, because they gather weights together; each has one prompt at a time if padding
     matters.
     """
-    without_gradients = torch.no_grad if while_training else torch.inference_mode
+    without_gradients: Any = torch.no_grad if while_training else torch.inference_mode
     tokenizer, own = load_tokenizer(folder), settings_of(folder)
     reads_apart = bool(model.config.is_encoder_decoder)
     if reads_apart and "decoder_start_token_id" not in own:

@@ -193,6 +193,27 @@ def test_a_base_that_changed_or_is_gone_is_refused(tmp_path: Path, tiny_llama: P
         load.check_folder(model)
 
 
+def test_a_base_of_the_hub_is_named_with_its_commit(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cache = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(tiny_llama, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("someone/tiny", "someone/tiny@main", f"someone/tiny@{commit}"):
+        base = bases.describe_base(name, quantize=None)
+        assert (base.name, base.revision) == ("someone/tiny", commit)
+    bases.write_base(tmp_path, base)
+    assert bases.read_base(tmp_path) == base
+    assert bases.find_base(tmp_path) == cache / "snapshots" / commit
+    (cache / "snapshots" / commit / "config.json").write_text("{}")
+    with pytest.raises(FingerprintError, match="someone/tiny"):
+        bases.find_base(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model", "names", "message"),
     [

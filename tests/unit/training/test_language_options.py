@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 import torchlake as tl
 import training_runs as runs
+from golden_losses import check
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import pack_whole
 from torchlake.errors import ConfigError, UsageError
@@ -182,6 +183,17 @@ def test_ranks_write_what_one_writes(
             assert written(folder / "run") == written(folder / "one")
         else:
             assert [len(each["texts"]) for each in written(folder / "run")] == [7, 7]
+
+
+@pytest.mark.slow
+def test_validations_write_the_golden_texts(tmp_path: Path, tiny_llama: Path) -> None:
+    """chrF of what an untrained language model writes, and how long its texts are, at each of five validations."""
+    options = {"rows": 20, "max_new_tokens": 6, "metric": "chrf"}
+    sections = job(tmp_path, tiny_llama, epochs=5, learning_rate=3e-3, validate_writing=options)
+    runs.succeed(tmp_path / "run", sections)
+    scores = [line["validation_chrf"] for line in runs.metrics(tmp_path / "run") if "validation_chrf" in line]
+    sizes = [float(sum(len(text["written"]) for text in each["texts"])) for each in written(tmp_path / "run")]
+    check("validate_writing", [*scores, *sizes])
 
 
 @pytest.mark.slow

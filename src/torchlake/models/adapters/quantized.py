@@ -35,6 +35,11 @@ def check_installed(kind: str) -> None:
 class QuantizedLinear(nn.Linear):
     """A linear layer whose frozen weights have 4 or 8 bits; `weight` is their packed form (N, 1), or (O, I)."""
 
+    scales: torch.Tensor
+    scales_of_scales: torch.Tensor
+    codes: torch.Tensor
+    offset: torch.Tensor
+
     def __init__(self, kind: str, outputs: int, inputs: int, bias: nn.Parameter | None) -> None:
         super().__init__(inputs, outputs, bias=False, device="meta")
         self.kind = kind
@@ -64,8 +69,7 @@ class QuantizedLinear(nn.Linear):
             numbers = self.out_features * self.in_features  # `store_as` may have added some
             whole = packed.view(torch.int8).reshape(-1)[:numbers].reshape(self.out_features, self.in_features)
             return (whole.float() * (self.scales[:, None] / 127.0)).to(dtype)
-        from bitsandbytes import functional as bits
-
+        bits = _library()
         nested = bits.QuantState(
             absmax=self.scales_of_scales, code=self.codes, blocksize=BLOCK_OF_SCALES, dtype=torch.float32
         )
@@ -166,8 +170,7 @@ def _quantized(linear: Any, kind: str) -> QuantizedLinear:
     if weight.is_meta:
         _keep_shapes(made, weight.numel())
         return made
-    from bitsandbytes import functional as bits
-
+    bits = _library()
     if kind == "int8":
         packed, scales, _ = bits.int8_vectorwise_quant(weight.half())
         made.keep(packed, scales=scales.float())
@@ -176,6 +179,12 @@ def _quantized(linear: Any, kind: str) -> QuantizedLinear:
     nested = state.state2
     made.keep(packed, scales=state.absmax, scales_of_scales=nested.absmax, codes=nested.code, offset=state.offset)
     return made
+
+
+def _library() -> Any:
+    from bitsandbytes import functional
+
+    return functional
 
 
 def _keep_shapes(made: QuantizedLinear, numbers: int) -> None:

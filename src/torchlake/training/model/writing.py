@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ def store_texts(run: Path, step: int, texts: list[dict[str, str]]) -> None:
 @contextmanager
 def computing(state: TrainState) -> Iterator[Any]:
     """Yield the transformers model inside the strategy's module, ready to compute outside of the module's forward."""
-    module, model = state.module, state.model
+    module, model = state.module, cast(Any, state.model)
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     device, precision = state.group.device, state.precision
     with (
