@@ -12,7 +12,7 @@ from torchlake.config.sections.data import CsvConfig, DataConfig
 from torchlake.config.sections.model import ModelConfig
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.config.sections.track import TrackConfig
-from torchlake.config.sections.train import TrainConfig
+from torchlake.config.sections.train import TrainConfig, WritingConfig
 from torchlake.tables.sources.streams import Input
 
 
@@ -67,6 +67,12 @@ class LoraSection(TypedDict, total=False):
     alpha: int
     dropout: float
     targets: Sequence[str] | None
+    rslora: bool
+    dora: bool
+    init: Literal["default", "gaussian", "pissa"]
+    learning_rate_ratio: float
+    also_train: Sequence[str] | None
+    merge: bool
 
 
 class ModelSection(TypedDict, total=False):
@@ -78,6 +84,7 @@ class ModelSection(TypedDict, total=False):
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
+    quantize: Literal["nf4", "int8"] | None
     freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
 
 
@@ -106,6 +113,14 @@ class DeepSpeedSection(TypedDict, total=False):
     config: str | Path | None
 
 
+class WritingSection(TypedDict, total=False):
+    """What the model writes at each validation, and how it is measured."""
+
+    rows: int
+    max_new_tokens: int
+    metric: Literal["exact_match", "token_f1", "chrf", "json_valid"]
+
+
 class TrainSection(TypedDict, total=False):
     """The settings of a training run."""
 
@@ -125,6 +140,7 @@ class TrainSection(TypedDict, total=False):
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
     focal_gamma: float
+    neftune: float | None
     ema: float | None
     clip_norm: float | None
     micro_batch_tokens: int
@@ -142,6 +158,7 @@ class TrainSection(TypedDict, total=False):
     checkpoint_folder: str | Path | None
     keep_checkpoints: int | None
     validate_every: str
+    validate_writing: WritingConfig | WritingSection | None
     metric: str | None
     patience: int | None
     max_restarts: int
