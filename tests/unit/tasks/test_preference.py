@@ -174,6 +174,23 @@ def test_long_pairs_lose_the_start_of_their_prompt(tokenizer: Any) -> None:
     assert len(pair[0]) - len(learned[0]) == len(pair[1]) - len(learned[1])
 
 
+def test_long_conversations_are_cut_before_a_question(tokenizer: Any) -> None:
+    turns = [{"role": role, "content": f"{number} film"} for number in range(9) for role in ("user", "assistant")]
+    prompt = [{"role": "system", "content": "be"}, *turns[:-1]]
+    columns = {"text": pa.array([prompt]), "chosen": pa.array([GOOD]), "rejected": pa.array([BAD])}
+    found = [tokenize_pairs(tokenizer, columns, RowOptions(), length) for length in (1000, 64)]
+    assert found[0].cut == [0]
+    assert found[1].errors == {}
+    assert found[1].cut[0] > 0
+    shown = [tokenizer.decode([max(token, ~token) for token in one.pairs[0][1]]) for one in found]
+    start, _, kept = shown[1].partition("be")
+    system, _, whole = shown[0].partition("be")
+    assert start == system
+    assert whole.endswith(kept)
+    assert kept.startswith("<user>") or "<user>" in kept[:12]
+    assert all(len(ids) <= 64 for ids in found[1].pairs[0])
+
+
 def some_pairs(count: int, seed: int = 0) -> tuple[Ragged, np.ndarray]:
     """Pairs of random tokens, and the tokens of the chosen ones."""
     draw = np.random.default_rng(seed)
