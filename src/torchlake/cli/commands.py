@@ -345,6 +345,7 @@ def _chat_demo(where: str, rows: int) -> Outcome:
     import pyarrow.parquet as pq
 
     from torchlake.cli.demo import build_small_model, write_questions
+    from torchlake.config.job import load_job
     from torchlake.scoring.predict import predict
     from torchlake.tables.record import local_output
     from torchlake.training.train import train
@@ -359,24 +360,27 @@ def _chat_demo(where: str, rows: int) -> Outcome:
         output = folder / name
         predict(model, tables["test"], output, text="messages", chat=True, key="id", max_new_tokens=24)
         texts = pq.read_table(output, columns=["generated_text"])["generated_text"].to_pylist()
-        return sum(text == answer for text, answer in zip(texts, answers, strict=True)) / len(answers)
+        exact: list[bool] = [text == answer for text, answer in zip(texts, answers, strict=True)]
+        return sum(exact) / len(exact)
 
-    model: dict[str, Any] = {"task": "text_generation", "max_length": 128}
-    shared: dict[str, Any] = {"warmup": 0.05, "micro_batch_tokens": 4096}
+    shared = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 32}
+    model = {"task": "text_generation", "max_length": 128}
     found = {"untrained": right(base, "written_untrained")}
-    learned = train(
+    job = load_job(
+        None,
         data={"train": tables["train"], "text": "messages", "learn": "assistant", "validation": {"fraction": 0.05}},
         model={"base": str(base), **model},
-        train={"epochs": 24, "batch_size": 32, "learning_rate": 2e-3, **shared},
-        run=folder / "answers",
+        train={"epochs": 24, "learning_rate": 2e-3, **shared},
     )
+    learned = train(job, run=folder / "answers")
     found["after the answers"] = right(learned.model, "written_answers")
-    preferred = train(
+    job = load_job(
+        None,
         data={"train": tables["pairs"], "text": "messages", "chosen": "right", "rejected": "wrong"},
         model={"base": str(learned.model), **model},
-        train={"epochs": 1, "batch_size": 32, "learning_rate": 5e-5, "preference": {"sft_weight": 1.0}, **shared},
-        run=folder / "preferences",
+        train={"epochs": 1, "learning_rate": 5e-5, "preference": {"sft_weight": 1.0}, **shared},
     )
+    preferred = train(job, run=folder / "preferences")
     found["after the preferences"] = right(preferred.model, "written_preferences")
     paths = {"data": folder / "tables", "answers": learned.model, "preferences": preferred.model}
     lines = [f"exact answers to {len(answers):,} questions"]

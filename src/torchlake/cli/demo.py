@@ -37,7 +37,10 @@ LINES = [
     line.split(": ", 1) for line in files("torchlake.cli").joinpath("demo.txt").read_text(encoding="utf-8").splitlines()
 ]
 "Speakers and what they say, in one line each."
-TOOL = {"type": "function", "function": {"name": "find_line", "parameters": {"speaker": "string", "word": "string"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "find_line", "parameters": {"speaker": "string", "word": "string"}},
+}
 TEMPLATE = (
     "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"

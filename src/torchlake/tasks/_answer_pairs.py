@@ -19,7 +19,7 @@ from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
-"A text, or the messages of a conversation."
+"A string, or the messages of a conversation."
 Asked = tuple[Text, Text, Any]
 "A prompt, an answer and the tools."
 
@@ -92,7 +92,7 @@ def tokenize_pairs(
 
 
 def _read(value: Any, names: Names | None) -> Text:
-    """Return a value of a column as a text, or as messages if it is a list of them or such a list in JSON."""
+    """Return a value of a column as a string, or as messages if it is a list of them or such a list in JSON."""
     if isinstance(value, str) and not (value.lstrip().startswith("[") and looks_like_chats([value], names)):
         return value
     return [] if isinstance(value, list) and not value else read_messages(value, names)
@@ -101,7 +101,7 @@ def _read(value: Any, names: Names | None) -> Text:
 def _parts(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return a prompt and two answers to it, all texts or all messages."""
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError("one answer is a text, the other a conversation")
+        raise ValueError("one answer is a string, the other a conversation")
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             return _after_common_start(chosen, rejected)
@@ -126,7 +126,7 @@ def _as_message(role: str, text: Text) -> list[dict[str, Any]]:
 def _after_common_start(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return what both begin with, and the rest of each, which is not empty.
 
-    The space before a word of a text belongs to the answers, as tokenizers have it.
+    The space before a word belongs to the answers, as tokenizers have it.
     """
     shorter = min(len(chosen), len(rejected))
     same = next((place for place in range(shorter) if chosen[place] != rejected[place]), max(0, shorter - 1))

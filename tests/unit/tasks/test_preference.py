@@ -159,7 +159,7 @@ def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     assert made.rows.tolist() == [4]
     mixed = {"chosen": pa.array(["good"]), "rejected": pa.array([json.dumps(BAD)])}
     assert tokenize_pairs(tokenizer, mixed, RowOptions(), 64).errors == {
-        0: "bad_chat: one answer is a text, the other a conversation"
+        0: "bad_chat: one answer is a string, the other a conversation"
     }
 
 
