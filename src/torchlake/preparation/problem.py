@@ -55,7 +55,8 @@ def find_task_spec(
     spec: TaskSpec = task.complete(replace(known, **_scale(found, base)), base)
     check_objective(job.train, spec)
     atomic_io.write_json(path, spec_to_json(spec), site="run.task")
-    return spec
+    # Like the stored one: whether texts are conversations as JSON is found in each table.
+    return replace(spec, rows=replace(spec.rows, chat=False))
 
 
 def draft_spec(job: Job) -> TaskSpec:
