@@ -245,7 +245,7 @@ def doctor() -> Work:
 @_command("demo --task chat", "folder rows task", o.DemoFlags)
 def demo(given: Given) -> Work:
     """Train, predict, evaluate and verify on generated tables. Needs no network and no data."""
-    return lambda: commands.demo(given["folder"] or "demo", given["rows"], given["task"] or "reviews")
+    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400, given["task"] or "reviews")
 
 
 @_command("version")

@@ -335,9 +335,9 @@ def version() -> Outcome:
     return Outcome(values={"version": __version__}, lines=[__version__])
 
 
-def demo(where: str, rows: int | None, task: str) -> Outcome:
+def demo(where: str, rows: int, task: str) -> Outcome:
     """Generate a table; then train, predict, evaluate, verify and report."""
-    return _chat_demo(where, rows or 3600) if task == "chat" else _reviews_demo(where, rows or 2400)
+    return _chat_demo(where, rows) if task == "chat" else _reviews_demo(where, rows)
 
 
 def _chat_demo(where: str, rows: int) -> Outcome:
@@ -363,14 +363,14 @@ def _chat_demo(where: str, rows: int) -> Outcome:
         exact: list[bool] = [text == answer for text, answer in zip(texts, answers, strict=True)]
         return sum(exact) / len(exact)
 
-    shared = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 32}
-    model = {"task": "text_generation", "max_length": 128}
+    shared = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
+    model = {"task": "text_generation", "max_length": 96}
     found = {"untrained": right(base, "written_untrained")}
     job = load_job(
         None,
         data={"train": tables["train"], "text": "messages", "learn": "assistant", "validation": {"fraction": 0.05}},
         model={"base": str(base), **model},
-        train={"epochs": 24, "learning_rate": 2e-3, **shared},
+        train={"epochs": 16, "learning_rate": 2e-3, **shared},
     )
     learned = train(job, run=folder / "answers")
     found["after the answers"] = right(learned.model, "written_answers")

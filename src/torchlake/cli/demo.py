@@ -130,7 +130,7 @@ def _pick(rng: np.random.Generator, split: str, options: Sequence[str]) -> str:
     return allowed[int(rng.integers(len(allowed)))]
 
 
-def write_questions(folder: Path, rows: int = 3600, seed: int = 0) -> dict[str, Path]:
+def write_questions(folder: Path, rows: int = 2400, seed: int = 0) -> dict[str, Path]:
     """Write tables of conversations and return their paths: train, test (a tenth as many rows) and pairs.
 
     Columns: id, messages (JSON) and tools (JSON, or null); of test and pairs `messages` ends with the question, and
@@ -205,11 +205,11 @@ def build_small_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=96,
+        intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=96,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
