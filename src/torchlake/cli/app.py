@@ -242,10 +242,10 @@ def doctor() -> Work:
     return commands.doctor
 
 
-@_command("demo", "folder rows", o.DemoFlags)
+@_command("demo --task chat", "folder rows task", o.DemoFlags)
 def demo(given: Given) -> Work:
-    """Train, predict, evaluate and verify on generated reviews. Needs no network and no data."""
-    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400)
+    """Train, predict, evaluate and verify on generated tables. Needs no network and no data."""
+    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400, given["task"] or "reviews")
 
 
 @_command("version")

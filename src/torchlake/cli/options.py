@@ -191,6 +191,10 @@ class DemoFlags:
 
     folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
     rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
+    task: Annotated[
+        Literal["reviews", "chat"],
+        _demo("NAME", "reviews: classify; chat: answer questions, then prefer right answers (default: reviews)."),
+    ]
 
 
 def parameters(names: str, own: type) -> Iterator[inspect.Parameter]:

@@ -70,8 +70,8 @@ def measure_preferences(
 ) -> tuple[int, dict[str, int], dict[str, Metric]]:
     """Return the rows of a table of pairs, the failed ones by reason, and the metrics of the others.
 
-    `reference`: a model folder or a name, in place of the one that the model learned with. Raises UsageError if there
-    is none, DataError if it has changed or has another tokenizer, or if no row is usable.
+    `reference`: a model folder or a name, in place of the one that the model learned with. Raises UsageError if it is
+    not known, DataError if it has changed or has another tokenizer, or if no row is usable.
     """
     models = [Reference(folder=str(model))]
     if spec.preference["loss"] != "orpo":

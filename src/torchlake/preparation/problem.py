@@ -55,7 +55,8 @@ def find_task_spec(
     spec: TaskSpec = task.complete(replace(known, **_scale(found, base)), base)
     check_objective(job.train, spec)
     atomic_io.write_json(path, spec_to_json(spec), site="run.task")
-    return spec
+    # Like the stored one: whether texts are conversations as JSON is found in each table.
+    return replace(spec, rows=replace(spec.rows, chat=False))
 
 
 def draft_spec(job: Job) -> TaskSpec:
@@ -94,8 +95,6 @@ def draft_spec(job: Job) -> TaskSpec:
     }
     for name in (name for name, unused in ignored.items() if unused):
         raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")
-    if task.pairs and not isinstance(data.text, str | None):
-        raise ConfigError(f"data.text: {task.name} reads one column of prompts; name one")
     if job.model.base is None and task.needs_base:
         raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     named = {**data.inputs, **_answers(data)}
@@ -131,7 +130,12 @@ def _unread(task: Any) -> Sequence[str]:
 
 
 def _preference(job: Job) -> dict[str, Any]:
-    """Return the loss of pairs of answers, with the name of the reference, by default the base."""
+    """Return the loss of pairs of answers, with the name of the reference, by default the base.
+
+    Raises ConfigError for prompts in several columns.
+    """
+    if not isinstance(job.data.text, str | None):
+        raise ConfigError("data.text: the prompt of two answers is one column; name one")
     how = (job.train.preference or PreferenceOptions()).model_dump()
     return {**how, "reference": None if how["loss"] == "orpo" else how["reference"] or job.model.base}
 

@@ -56,7 +56,7 @@ class Reference:
 def find_reference(job: Job, base: Path | None, spec: TaskSpec) -> Reference | None:
     """Return the reference of a job's pairs: the named one, or the base; None if the job needs none.
 
-    Raises DataError if it has another tokenizer than the base.
+    Raises DataError if its tokenizer is not that of the base.
     """
     folder = base_folder(spec.preference.get("reference"))
     if folder is None or base is None:
@@ -66,7 +66,7 @@ def find_reference(job: Job, base: Path | None, spec: TaskSpec) -> Reference | N
 
 
 def check_same_vocabulary(reference: Path, model: Path, where: str) -> None:
-    """Raise DataError if a reference has other tokens than the model."""
+    """Raise DataError if a reference does not have the model's tokens."""
     if tokenizer_hash(reference) == tokenizer_hash(model):
         return
     own, other = load.load_tokenizer(model).get_vocab(), load.load_tokenizer(reference).get_vocab()

@@ -7,6 +7,7 @@ A prompt is a string beside answers that are whole conversations in some publish
 the conversations begin with it.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import RowOptions
@@ -18,7 +19,9 @@ from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
-"A text, or the messages of a conversation."
+"A string, or the messages of a conversation."
+Asked = tuple[Text, Text, Any]
+"A prompt, an answer and the tools."
 
 
 class TokenPairs(NamedTuple):
@@ -43,7 +46,7 @@ def tokenize_pairs(
     assert chosen is not None, "a pair has two answers"
     assert rejected is not None, "a pair has two answers"
     found = TokenPairs([([], []) for _ in chosen], [0] * len(chosen), {})
-    asked: list[tuple[Text, Text, Any]] = []
+    asked: list[Asked] = []
     rows: list[int] = []
     for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
         try:
@@ -61,19 +64,24 @@ def tokenize_pairs(
         else:
             rows.append(row)
             first = parts[0]
-            if how.system is not None and isinstance(parts[1], list):
-                first = with_system(first, how.system) if first else [{"role": "system", "content": how.system}]
+            if how.system is not None and isinstance(first, list) and first:
+                first = with_system(first, how.system)
             asked += [(first, answer, own) for answer in parts[1:]]
     made = all_completion_ids(tokenizer, asked)
-    for row, one, other in zip(rows, made[::2], made[1::2], strict=True):
+    before = [0 if isinstance(each, ValueError) else len(each) for each in made]
+    if how.too_long in (None, "cut_start"):
+        _cut_at_messages(tokenizer, asked, made, length)
+    for at, row in enumerate(rows):
+        one, other = made[2 * at : 2 * at + 2]
         if isinstance(one, ValueError) or isinstance(other, ValueError):
-            found.errors[row] = row_error(one if isinstance(one, ValueError) else other)  # type: ignore[arg-type]
+            found.errors[row] = next(row_error(each) for each in (one, other) if isinstance(each, ValueError))
             continue
         over = max(len(one), len(other))
         if over > length and how.too_long in ("drop", "error"):
             found.errors[row] = f"{TOO_LONG}: {over:,} tokens, and model.max_length is {length:,}"
             continue
-        pair, found.cut[row] = _fitted(_from_one_prompt(one, other), length, at_end=how.too_long == "cut_end")
+        pair = _fitted(_from_one_prompt(one, other), length, at_end=how.too_long == "cut_end")
+        found.cut[row] = sum(before[2 * at : 2 * at + 2]) - len(pair[0]) - len(pair[1])
         if not all(any(token >= 0 for token in ids[1:]) for ids in pair):
             found.errors[row] = f"{NO_ANSWER}: the prompt alone fills the {length:,} tokens of a row"
         elif pair[0] == pair[1]:
@@ -84,7 +92,7 @@ def tokenize_pairs(
 
 
 def _read(value: Any, names: Names | None) -> Text:
-    """Return a value of a column as a text, or as messages if it is a list of them or such a list in JSON."""
+    """Return a value of a column as a string, or as messages if it is a list of them or such a list in JSON."""
     if isinstance(value, str) and not (value.lstrip().startswith("[") and looks_like_chats([value], names)):
         return value
     return [] if isinstance(value, list) and not value else read_messages(value, names)
@@ -93,7 +101,7 @@ def _read(value: Any, names: Names | None) -> Text:
 def _parts(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return a prompt and two answers to it, all texts or all messages."""
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError("one answer is a text, the other a conversation")
+        raise ValueError("one answer is a string, the other a conversation")
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             return _after_common_start(chosen, rejected)
@@ -118,12 +126,14 @@ def _as_message(role: str, text: Text) -> list[dict[str, Any]]:
 def _after_common_start(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return what both begin with, and the rest of each, which is not empty.
 
-    The space before a word of a text belongs to the answers, as tokenizers have it.
+    The space before a word belongs to the answers, as tokenizers have it.
     """
     shorter = min(len(chosen), len(rejected))
     same = next((place for place in range(shorter) if chosen[place] != rejected[place]), max(0, shorter - 1))
     if same and isinstance(chosen, str) and same < shorter and chosen[same - 1] == " ":
         same -= 1
+    if not same and not isinstance(chosen, str):
+        raise ValueError("the answers begin with different messages: there is no prompt; name its column in data.text")
     return chosen[:same], chosen[same:], rejected[same:]
 
 
@@ -143,11 +153,50 @@ def _from_one_prompt(chosen: list[int], rejected: list[int]) -> tuple[list[int],
     return learned(chosen), learned(rejected)
 
 
-def _fitted(pair: tuple[list[int], list[int]], length: int, *, at_end: bool) -> tuple[tuple[list[int], list[int]], int]:
-    """Return both answers in at most `length` tokens, and how many were removed: at the end, or of the prompt first, at
-    its start."""
+def _cut_at_messages(tokenizer: Any, asked: list[Asked], made: list[list[int] | ValueError], length: int) -> None:
+    """Replace the tokens of long pairs by those with the longest end of their prompt with which both answers fit.
+
+    `asked` and `made` have the two answers of a pair in turn. A prompt is cut before a message of the user, and keeps
+    its system text; one that does not fit in this way keeps its last question.
+    """
+    places, bounds = dict[int, list[int]](), dict[int, tuple[int, int]]()
+    for at in range(0, len(asked), 2):
+        prompt, both = asked[at][0], made[at : at + 2]
+        if isinstance(prompt, list) and not _fit(both, length):
+            users = [place for place, one in enumerate(prompt) if one.get("role") == "user"][1:]
+            if users and not any(isinstance(each, ValueError) for each in both):
+                places[at], bounds[at] = users, (0, len(users) - 1)
+
+    def tokens_of(tried: dict[int, int]) -> Iterator[tuple[int, list[list[int] | ValueError]]]:
+        shorter = [
+            (_from_message(prompt, places[at][number]), answer, tools)
+            for at, number in tried.items()
+            for prompt, answer, tools in asked[at : at + 2]
+        ]
+        tokens = all_completion_ids(tokenizer, shorter)
+        return zip(tried, (tokens[place : place + 2] for place in range(0, len(tokens), 2)), strict=True)
+
+    while tried := {at: (low + high) // 2 for at, (low, high) in bounds.items() if low < high}:
+        for at, both in tokens_of(tried):
+            low, high = bounds[at]
+            bounds[at] = (low, tried[at]) if _fit(both, length) else (tried[at] + 1, high)
+    for at, both in tokens_of({at: low for at, (low, _) in bounds.items()}):
+        made[at : at + 2] = both
+
+
+def _fit(both: list[list[int] | ValueError], length: int) -> bool:
+    return all(not isinstance(each, ValueError) and len(each) <= length for each in both)
+
+
+def _from_message(prompt: Text, place: int) -> Text:
+    """Return the system text of a conversation and its messages from `place` on."""
+    assert isinstance(prompt, list), "texts have no messages"
+    return [*(one for one in prompt[:1] if one.get("role") in ("system", "developer")), *prompt[place:]]
+
+
+def _fitted(pair: tuple[list[int], list[int]], length: int, *, at_end: bool) -> tuple[list[int], list[int]]:
+    """Return both answers in at most `length` tokens: without the end, or without the start of the prompt first."""
     prompt = next((place for place, token in enumerate(pair[0]) if token >= 0), len(pair[0]))
     over = max(0, max(map(len, pair)) - length)
     from_prompt = 0 if at_end else min(over, max(0, prompt - 1))
-    fitted = tuple(answer[from_prompt:][:length] for answer in pair)
-    return (fitted[0], fitted[1]), sum(map(len, pair)) - sum(map(len, fitted))
+    return pair[0][from_prompt:][:length], pair[1][from_prompt:][:length]

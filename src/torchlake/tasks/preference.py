@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.config.task_spec import Problem, TaskSpec
+from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.data.pairs import SUMS
@@ -52,7 +52,7 @@ class Preference(TextGeneration):
 
     inputs = {"text": ANY, "chosen": ANY, "rejected": ANY, "tools": EXTRA}
     optional = ("text", "tools")
-    problems: Mapping[str, Problem] = {"all": "preference"}
+    problems = {"all": "preference"}
     packs = False
     pairs = True
     measures_outputs = True
@@ -122,7 +122,8 @@ class Preference(TextGeneration):
         width = int(batch["answer_columns"].max(initial=0)) + 1
         table = answer.new_zeros(SUMS * rows, width).index_put((slots, columns), answer)
         # In float64, so that the width, which the other pairs decide, does not change the rounding.
-        return table.sum(dim=1, dtype=torch.float64).float().view(rows, SUMS)
+        found: torch.Tensor = table.sum(dim=1, dtype=torch.float64).float().view(rows, SUMS)
+        return found
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
@@ -133,19 +134,21 @@ class Preference(TextGeneration):
         assert targets is not None, "pairs have a reference"
         how, policy = spec.preference, outputs[:, :2]
         beta, smoothing, entropy = how["beta"], how["label_smoothing"], -outputs[:, 0] / targets[:, 4]
+        scores, weight = policy - targets[:, :2], how["sft_weight"]
+        losses: torch.Tensor
         if how["loss"] == "orpo":
             chosen, rejected = (policy / targets[:, 2:4]).unbind(1)
             odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
-            everything = entropy - outputs[:, 2] / targets[:, 4]
-            return (everything - beta * functional.logsigmoid(odds)).sum()
-        scores = policy - targets[:, :2]
-        if how["loss"] == "ipo":
+            losses, weight = -beta * functional.logsigmoid(odds), 1.0
+            entropy = entropy - outputs[:, 2] / targets[:, 4]
+        elif how["loss"] == "ipo":
             scores = scores / targets[:, 2:4]
             losses = (scores[:, 0] - scores[:, 1] - 1 / (2 * beta)) ** 2
         else:
             better = beta * (scores[:, 0] - scores[:, 1])
             losses = -functional.logsigmoid(better) * (1 - smoothing) - functional.logsigmoid(-better) * smoothing
-        return (losses + how["sft_weight"] * entropy).sum()
+        total: torch.Tensor = (losses + weight * entropy).sum()
+        return total
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
         """Return nothing: the loss is not one of tokens."""

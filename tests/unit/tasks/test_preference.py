@@ -159,7 +159,7 @@ def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     assert made.rows.tolist() == [4]
     mixed = {"chosen": pa.array(["good"]), "rejected": pa.array([json.dumps(BAD)])}
     assert tokenize_pairs(tokenizer, mixed, RowOptions(), 64).errors == {
-        0: "bad_chat: one answer is a text, the other a conversation"
+        0: "bad_chat: one answer is a string, the other a conversation"
     }
 
 
@@ -172,6 +172,23 @@ def test_long_pairs_lose_the_start_of_their_prompt(tokenizer: Any) -> None:
     assert learned == [[token for token in ids if token >= 0] for ids in whole[0]]
     assert cut[0] > 0
     assert len(pair[0]) - len(learned[0]) == len(pair[1]) - len(learned[1])
+
+
+def test_long_conversations_are_cut_before_a_question(tokenizer: Any) -> None:
+    turns = [{"role": role, "content": f"{number} film"} for number in range(9) for role in ("user", "assistant")]
+    prompt = [{"role": "system", "content": "be"}, *turns[:-1]]
+    columns = {"text": pa.array([prompt]), "chosen": pa.array([GOOD]), "rejected": pa.array([BAD])}
+    found = [tokenize_pairs(tokenizer, columns, RowOptions(), length) for length in (1000, 64)]
+    assert found[0].cut == [0]
+    assert found[1].errors == {}
+    assert found[1].cut[0] > 0
+    shown = [tokenizer.decode([max(token, ~token) for token in one.pairs[0][1]]) for one in found]
+    start, _, kept = shown[1].partition("be")
+    system, _, whole = shown[0].partition("be")
+    assert start == system
+    assert whole.endswith(kept)
+    assert kept.startswith("<user>") or "<user>" in kept[:12]
+    assert all(len(ids) <= 64 for ids in found[1].pairs[0])
 
 
 def some_pairs(count: int, seed: int = 0) -> tuple[Ragged, np.ndarray]:
@@ -289,7 +306,7 @@ def sections(folder: Path, base: Path, **train: Any) -> dict[str, Any]:
     """A job over 32 pairs; `train` may have the loss."""
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(task_cases.preferences(32), folder / "reviews.parquet")
-    made = runs.job(folder, base, **{"epochs": 2, "learning_rate": 3e-3, **train})
+    made = runs.job(folder, base, **{"epochs": 1, "batch_size": 4, "learning_rate": 3e-3, **train})
     made["data"] |= {"text": "opening", "chosen": "better", "rejected": "worse"}
     made["model"] |= {"task": "text_generation", "max_length": 32}
     return made
@@ -359,6 +376,36 @@ def test_micro_batches_and_ranks_change_no_loss(tmp_path: Path, how: dict[str, A
         job = sections(tmp_path / "a", base, preference=how, strategy=strategy)
         runs.succeed(tmp_path / f"{ranks}", job, ranks=ranks)
         assert runs.losses(tmp_path / f"{ranks}") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_conversations_with_tools_are_learned_in_any_type(tmp_path: Path, base: Path) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
+    other = {"type": "function", "function": {"name": "look", "arguments": {"zone": 1}}}
+    rows = [
+        {"ask": MESSAGES, "yes": GOOD, "no": [{"role": "assistant", "content": None, "tool_calls": [one]}]}
+        for one in (call, other)
+    ]
+    for row in rows:
+        row["tools"] = [{"type": "function", "function": {"name": "look"}}]
+    typed = pa.Table.from_pylist(rows * 6)
+    written = pa.table({name: [json.dumps(row[name]) for row in rows] * 6 for name in typed.column_names})
+    names = typed.column_names[:-1]
+    wide = pa.table(
+        {
+            **{name: typed[name].cast(pa.large_list(typed[name].type.value_type)) for name in names},
+            "tools": written["tools"].cast(pa.string_view()),
+        }
+    )
+    coded = pa.table({name: written[name].combine_chunks().dictionary_encode() for name in written.column_names})
+    losses = []
+    for number, table in enumerate((typed, written, wide, coded)):
+        job = sections(tmp_path / f"{number}", base, batch_size=12)
+        pq.write_table(table, tmp_path / f"{number}" / "reviews.parquet")
+        job["data"] |= {"text": "ask", "chosen": "yes", "rejected": "no", "validation": None}
+        runs.succeed(tmp_path / f"run{number}", job)
+        losses.append(runs.losses(tmp_path / f"run{number}"))
+    assert losses[1:] == losses[:1] * 3
 
 
 @pytest.mark.slow

@@ -73,13 +73,8 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     train = job.train.model_copy(update={"precision": shared.precision})
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
-    speed = measure(
-        layers(model),
-        config,
-        per_token=task.packs or task.pairs,
-        device=group.device,
-        dtype=precision.dtype or torch.float32,
-    )
+    dtype, per_token = precision.dtype or torch.float32, task.packs or task.pairs
+    speed = measure(layers(model), config, per_token=per_token, device=group.device, dtype=dtype)
     _set_up(model, base, shared, job, train, spec, task, group)
     if job.model.quantize is not None and settings.strategy == "fsdp":
         quantized.store_as(model, precision.dtype or torch.float32)
