@@ -108,6 +108,9 @@ class TrainConfig(BaseModel):
     selective: keep the outputs of matrix products and attention and recompute the rest, which is little work."""
     compile: Bool = False
     """Compile the model's layers with torch.compile: takes a minute at the start, faster steps on GPUs."""
+    batch_norm: Literal["shared", "local"] = "shared"
+    """Whose rows the BatchNorm layers of model.task_options.batch_norm=batch normalize by: shared, those of all ranks, so
+    that losses do not depend on their number; local, those of each rank, without waiting for the others in each layer."""
     strategy: StrategyName = "auto"
     """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
     ddp: DdpOptions = DdpOptions()
