@@ -69,7 +69,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 
 def fuse(model: Any, images: "torch.Tensor") -> float:
-    """Fuse the convolutions of a model in place; return how much the outputs of images changed, relative to the largest."""
+    """Fuse a model's convolutions in place; return how much the outputs of images changed, relative to the largest."""
     import torch
 
     with torch.no_grad():  # inference mode does not count the changes of a tensor
@@ -95,7 +95,7 @@ class _Chain:
 
 
 def _chains(model: Any, image: "torch.Tensor") -> list[_Chain]:
-    """Return the chains of the convolutions that compute an image once, without their modules that compute more often."""
+    """Return the chains of convolutions that are called once, without the modules that are called more often."""
     import torch
 
     convolution, norm = torch.nn.Conv2d, torch.nn.BatchNorm2d
@@ -108,7 +108,7 @@ def _chains(model: Any, image: "torch.Tensor") -> list[_Chain]:
         x, kind = given[0] if given else None, type(module)
         _, version, chain = ends.get(id(x), (x, 0, None))
         if isinstance(module, convolution) and kind.forward is convolution.forward:
-            if isinstance(module.padding, str) or module.padding_mode != "zeros" or x is None:
+            if module.padding_mode != "zeros" or x is None or _padding(module) is None:
                 return
             chain = _Chain(convolution=module, size=list(x.shape))
             found.append(chain)
@@ -153,7 +153,7 @@ def _replace(chain: _Chain) -> None:
         weight, bias = weight * factor[:, None, None, None], (bias - norm.running_mean.double()) * factor
         bias = bias if norm.bias is None else bias + norm.bias.double()
         norm.forward = _same
-    where = (layer.padding, layer.stride, layer.dilation, layer.groups)
+    where = (_padding(layer), layer.stride, layer.dilation, layer.groups)
     packed = torch._C._nn.mkldnn_reorder_conv2d_weight(weight.float().to_mkldnn(), *where, chain.size)
     name, numbers, algorithm = "none", [], ""
     if chain.activation is not None:
@@ -163,6 +163,14 @@ def _replace(chain: _Chain) -> None:
         chain.relu.inplace = True
     shift = bias.float() if isinstance(bias, torch.Tensor) else None
     layer.forward = partial(_convolve, (packed, shift, *where, name, numbers, algorithm))
+
+
+def _padding(layer: Any) -> tuple[int, ...] | None:
+    """Return the zeros before each side of the image; None if more follow than precede."""
+    if not isinstance(layer.padding, str):
+        return tuple(layer.padding)
+    sides = layer._reversed_padding_repeated_twice[::-1]  # (after, before) of the height, then of the width
+    return tuple(sides[1::2]) if sides[::2] == sides[1::2] else None
 
 
 def _convolve(arguments: tuple[Any, ...], x: "torch.Tensor") -> "torch.Tensor":

@@ -170,4 +170,6 @@ def set_up(model: nn.Module, how: str, base: Path, *, check: bool) -> None:
             )
         layer.__class__ = FrozenBatchNorm if how == "frozen" else SharedBatchNorm
         layer.train(layer.training)
-    model.register_forward_hook(partial(_track_all, [each for each in model.modules() if type(each) is SharedBatchNorm]))
+    model.register_forward_hook(
+        partial(_track_all, [each for each in model.modules() if type(each) is SharedBatchNorm])
+    )
