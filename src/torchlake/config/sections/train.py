@@ -109,7 +109,7 @@ class TrainConfig(BaseModel):
     compile: Bool = False
     """Compile the model's layers with torch.compile: takes a minute at the start, faster steps on GPUs."""
     batch_norm: Literal["shared", "local"] = "shared"
-    """By which rows the BatchNorm of model.task_options.batch_norm=batch normalizes. shared: those of all ranks, so that
+    """Rows by which BatchNorm of model.task_options.batch_norm=batch normalizes. shared: those of all ranks, so that
     losses do not depend on their number; local: those of each rank alone, so that no layer waits for other ranks."""
     strategy: StrategyName = "auto"
     """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
