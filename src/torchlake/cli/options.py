@@ -55,7 +55,10 @@ class SharedFlags:
     key: Annotated[str, _output("COLUMN", "Column of unique, non-null values that identify rows.")]
     columns: Annotated[Sequence[str], _output("A,B", "Additional input columns to copy to the output; repeatable.")]
     runtime: Annotated[
-        str, _execution("NAME", f"Inference runtime: {RUNTIMES} (default: varlen or eager, or the choice of optimize).")
+        str,
+        _execution(
+            "NAME", f"Inference runtime: {RUNTIMES} (default: varlen, fused or eager, or the choice of optimize)."
+        ),
     ]
     engine: Annotated[str, _execution("NAME", f"Where to run: {', '.join(plugins.names('engines'))} (default: local).")]
     processes: Annotated[int, _execution("N", "Number of processes (default: chosen by the engine).", min=1)]

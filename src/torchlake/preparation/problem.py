@@ -78,6 +78,7 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.text_pair": PAIR not in task.inputs and data.text_pair is not None,
         "data.separator": data.separator is not None and len(as_columns(data.text or "")) < 2,
         "data.template": data.template is not None and len(as_columns(data.text or "")) < 2,
+        "train.batch_norm": job.train.batch_norm == "local" and job.model.task_options.get("batch_norm") != "batch",
     }
     unless = f", unless data.problem is {' or '.join(task.labeled)}" if task.labeled else ""
     reasons = {
@@ -92,6 +93,7 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.text_pair": "reads no pairs of texts",
         "data.separator": "reads one column of texts (data.text)",
         "data.template": "reads one column of texts (data.text)",
+        "train.batch_norm": "has no statistics of batches here, as model.task_options.batch_norm=batch has",
     }
     for name in (name for name, unused in ignored.items() if unused):
         raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")

@@ -38,7 +38,7 @@ def refusal(folder: Path) -> str | None:
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the model on `device` ("cpu", "cuda"). Raises the errors of `models.load_model`."""
-    return forward_of(_loaded(folder, spec, device), folder, spec, device)
+    return forward_of(load_model(folder, spec, device), folder, spec, device)
 
 
 def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward:
@@ -107,7 +107,7 @@ def _length_by_length(
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
     """Load the model for text generation."""
-    return generator_of(_loaded(folder, spec, device), folder, options)
+    return generator_of(load_model(folder, spec, device), folder, options)
 
 
 def generator_of(model: Any, folder: Path, options: GenerationOptions) -> Forward:
@@ -117,7 +117,8 @@ def generator_of(model: Any, folder: Path, options: GenerationOptions) -> Forwar
     return generator(model, folder, options)
 
 
-def _loaded(folder: Path, spec: TaskSpec, device: str) -> Any:
+def load_model(folder: Path, spec: TaskSpec, device: str) -> Any:
+    """Return the model on a device, with the faster matrix product where the CPU has one."""
     import torch
 
     model = plugins.load("tasks", spec.task).load_model(folder, spec)

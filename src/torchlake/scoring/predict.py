@@ -148,8 +148,8 @@ def predict(
     Model: `task` is your own task that the model was trained with; an installed one is found by its name.
     `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
-    for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
-    a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).
+    for this model, with its batches and threads; else `varlen`, `fused` or `eager`). `batch_tokens` limits the padded
+    tokens of a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).
     `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose tokenizing,
     forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and become
     error rows the second time.

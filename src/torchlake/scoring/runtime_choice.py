@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 FILE = "runtime.json"
 REFERENCE = "eager"
-FAST_DEFAULT = "varlen"
-"The default for the models that it can run: on a CPU it differs from `eager` by rounding only, and starts faster."
+FAST_DEFAULTS = ("varlen", "fused")
+"The defaults for texts and images that they can run: on a CPU they differ from `eager` by rounding only."
 LIBRARIES = ("torchlake", "torch", "transformers", "numpy")
 
 
@@ -80,10 +80,12 @@ def refusal(runtime: Any, folder: Path, *, pairs: bool = False) -> str | None:
 
 
 def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
-    """Return `varlen` if it can run the model and computes in fp32 on this device, else `eager`."""
-    module = plugins.load("runtimes", FAST_DEFAULT)
-    fits = _unable(module, task) is None and module.refusal(folder) is None and device() == "cpu"
-    return RuntimeChoice(runtime=FAST_DEFAULT if fits else REFERENCE, why="default")
+    """Return the one of FAST_DEFAULTS that can run the model and computes in fp32 on this device, else `eager`."""
+    for name in FAST_DEFAULTS:
+        module = plugins.load("runtimes", name)
+        if _unable(module, task) is None and module.refusal(folder) is None and device() == "cpu":
+            return RuntimeChoice(runtime=name, why="default")
+    return RuntimeChoice(runtime=REFERENCE, why="default")
 
 
 def chosen(folder: Path, task: str, device: Callable[[], str], *, pairs: bool = False) -> RuntimeChoice:

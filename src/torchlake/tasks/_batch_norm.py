@@ -5,11 +5,13 @@ output
              does not depend on other rows, so every number of ranks and size of micro-batches gives the same losses.
     batch    they compute with the statistics of the batch, summed over all ranks; a model without statistics needs
              this. Losses are the same on any number of ranks as long as a step is one micro-batch: the rows of a
-             micro-batch are those that share statistics.
+             micro-batch are those that share statistics. With train.batch_norm=local each rank normalizes by its own
+             rows, and one sum per forward pass makes the stored statistics those of all rows.
 
 Plain PyTorch under DDP has each rank normalize by its own rows, and keeps the running statistics of rank 0.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +35,46 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 class SharedBatchNorm(nn.BatchNorm2d):
     """A BatchNorm over the rows of all ranks, on any device (torch's SyncBatchNorm is for GPUs only)."""
 
+    local = False
+    "Whether it normalizes by the rows of its rank."
+    sums: torch.Tensor | None = None
+    "Of the rows of its rank in this forward pass: the values (C,), their squares (C,), and their number; if local."
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize (B, C, H, W)."""
+        if not (self.training and torch.is_grad_enabled()):  # without gradients one rank may be trying the model alone
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        if self.local:
+            return self._by_own_rows(x)
+        made, *statistics = _Shared.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        self.track(*statistics)
+        return made  # type: ignore[no-any-return]
+
+    def _by_own_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize (B, C, H, W) by its own rows, and keep their sums for `_track_all`."""
+        number, wide = x.numel() // x.shape[1], x.float()
+        center, spread = (torch.zeros(x.shape[1], device=x.device) for _ in range(2))
+        # torch.batch_norm: that of nn.functional refuses one value per channel.
+        made = torch.batch_norm(wide, self.weight, self.bias, center, spread, True, 1.0, self.eps, True)
+        center = center.double()
+        spread = (spread.double() * ((number - 1) / number)).nan_to_num()  # torch's variance of one number is NaN
+        count = center.new_tensor([counts * number])
+        self.sums = torch.cat([center * count, (spread + center * center) * count, count])
+        return made.to(x.dtype)
+
+    @torch.no_grad()
+    def track(self, center: torch.Tensor, spread: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the stored statistics toward those of a batch: mean (C,), variance (C,) and number of values, ()."""
         mean, variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
         assert mean is not None, "checked in set_up"
         assert variance is not None, "checked in set_up"
         assert tracked is not None, "checked in set_up"
-        if not (self.training and torch.is_grad_enabled()):  # without gradients one rank may be trying the model alone
-            return nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, eps=self.eps)
-        with torch.no_grad():
-            tracked += 1
+        tracked += 1
         rate = 1 / float(tracked) if self.momentum is None else self.momentum
-        made, center, spread, count = _Shared.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            mean.lerp_(center.to(mean.dtype), rate)
-            variance.lerp_((spread * count / (count - 1).clamp(min=1)).to(variance.dtype), rate)
-        return made  # type: ignore[no-any-return]
+        mean.lerp_(center.to(mean.dtype), rate)
+        variance.lerp_((spread * count / (count - 1).clamp(min=1)).to(variance.dtype), rate)
 
 
 class _Shared(torch.autograd.Function):
@@ -63,9 +89,7 @@ class _Shared(torch.autograd.Function):
         center, spread = _moments(wide)
         count = center.new_tensor([counts * wide.numel() / wide.shape[1]])
         sums = _summed(torch.cat([center * count, (spread + center * center) * count, count]))
-        center, squares = (sums[:-1] / sums[-1]).chunk(2)
-        spread = (squares - center * center).clamp(min=0)
-        mean, variance = center.float(), spread.float()
+        mean, variance = _of_sums(sums)
         scale = torch.ones_like(mean) if weight is None else weight.float()
         shift = None if bias is None else bias.float()
         ctx.save_for_backward(wide, scale, mean, variance, sums[-1].float())
@@ -91,6 +115,23 @@ class _Shared(torch.autograd.Function):
         of_x, of_weight = ctx.types
         affine = (None, None) if of_weight is None else (by_scale.to(of_weight), by_shift.to(of_weight))
         return by_x.to(of_x), *affine, None
+
+
+def _of_sums(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean (C,) and variance (C,) by sums of values and squares and their number (2 C + 1,) float64."""
+    center, squares = (sums[:-1] / sums[-1]).chunk(2)
+    return center.float(), (squares - center * center).clamp(min=0).float()
+
+
+def _track_all(layers: list[SharedBatchNorm], *_: Any) -> None:
+    """Update the statistics that local layers store, with one sum over all ranks for all of them."""
+    found = [(layer, layer.sums) for layer in layers if layer.sums is not None]
+    if not found or not (found[0][0].training and torch.is_grad_enabled()):
+        return
+    parts = _summed(torch.cat([sums for _, sums in found])).split([len(sums) for _, sums in found])
+    for (layer, _), sums in zip(found, parts, strict=True):
+        layer.track(*_of_sums(sums), sums[-1].float())
+        layer.sums = None
 
 
 def _moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,3 +170,6 @@ def set_up(model: nn.Module, how: str, base: Path, *, check: bool) -> None:
             )
         layer.__class__ = FrozenBatchNorm if how == "frozen" else SharedBatchNorm
         layer.train(layer.training)
+    model.register_forward_hook(
+        partial(_track_all, [each for each in model.modules() if type(each) is SharedBatchNorm])
+    )

@@ -167,18 +167,22 @@ class ImageClassification(Task):
             self._try(model, base, spec)
         return model
 
+    def example(self, folder: Path, spec: TaskSpec) -> np.ndarray:
+        """Return a black image (1, 3 or 1, H, W) as the processor of a folder makes it."""
+        processor = self.load_processor(folder, spec, scoring=True)
+        size = dict(getattr(processor.steps, "size", None) or {})
+        height, width = size.get("height") or PATCH, size.get("width") or PATCH
+        image = b"P6 %d %d 255\n" % (width, height) + bytes(3 * height * width)
+        made = self.features({"image": pa.array([image])}, processor, spec)
+        return self.checked_batch(made.arrays, np.zeros(1, dtype=np.int64), processor, spec)["pixel_values"]
+
     def _try(self, model: Any, folder: Path, spec: TaskSpec) -> None:
         """Raise DataError if the model cannot compute an image as the processor of its folder makes them."""
         import torch
 
         from torchlake.models import probes
 
-        processor = self.load_processor(folder, spec, scoring=True)
-        size = dict(getattr(processor.steps, "size", None) or {})
-        height, width = size.get("height") or PATCH, size.get("width") or PATCH
-        image = b"P6 %d %d 255\n" % (width, height) + bytes(3 * height * width)
-        made = self.features({"image": pa.array([image])}, processor, spec)
-        pixels = self.checked_batch(made.arrays, np.zeros(1, dtype=np.int64), processor, spec)["pixel_values"]
+        pixels = self.example(folder, spec)
         try:
             with torch.inference_mode(), probes.evaluating(model):
                 answer = model(pixel_values=torch.from_numpy(pixels).to(next(model.parameters()).dtype))

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image, TiffImagePlugin
+from safetensors.torch import load_file
 from transformers import (
     AutoImageProcessor,
     ResNetConfig,
@@ -373,6 +374,43 @@ def test_the_formula_over_ranks_is_that_of_batch_norm(mean: float, affine: bool)
     torch.testing.assert_close(center.double(), center_expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(spread.double(), variance, rtol=1e-5, atol=1e-5)
     assert int(count) == 120
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (1, 3, 1, 1)])
+def test_local_statistics_are_those_of_batch_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    theirs = torch.nn.BatchNorm2d(3)
+    ours = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
+    _batch_norm.set_up(ours, "batch", Path(), check=False)
+    ours[0].local = True
+    for _ in range(2):
+        x = torch.randn(4, 3, 5, 6)
+        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(ours[0].running_mean, theirs.running_mean)
+        torch.testing.assert_close(ours[0].running_var, theirs.running_var)
+    ours(torch.randn(shape)).sum().backward()  # torch refuses one number per channel
+    assert ours[0].running_var.isfinite().all()
+
+
+@pytest.mark.slow
+def test_statistics_of_ranks_that_normalize_alone_are_stored_for_all_rows(tmp_path: Path) -> None:
+    """The first layer's of the first step; the loss, and so all that follows, differs."""
+    case = task_cases.CASES["image_batch_norm"]
+    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=1, batch_size=8)
+    stored = []
+    for ranks, train in ((1, {}), (2, {"batch_norm": "local"})):
+        run = tmp_path / str(ranks)
+        runs.succeed(run, {**sections, "train": {**sections["train"], **train}}, ranks=ranks)
+        weights = load_file(run / "model" / "model.safetensors")
+        stored.append([weights[f"resnet.embedder.embedder.normalization.running_{each}"] for each in ("mean", "var")])
+    torch.testing.assert_close(*stored)
+
+
+def test_statistics_of_batches_are_only_local_where_there_are_some(tmp_path: Path) -> None:
+    case = task_cases.CASES["image_classification"]
+    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=1, batch_norm="local")
+    refused = runs.attempt(tmp_path / "run", sections)
+    assert "train.batch_norm: image_classification has no statistics of batches here" in refused.error
 
 
 def test_a_rank_without_rows_changes_no_statistics(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ class TrainConfig(BaseModel):
     selective: keep the outputs of matrix products and attention and recompute the rest, which is little work."""
     compile: Bool = False
     """Compile the model's layers with torch.compile: takes a minute at the start, faster steps on GPUs."""
+    batch_norm: Literal["shared", "local"] = "shared"
+    """Rows by which BatchNorm of model.task_options.batch_norm=batch normalizes. shared: those of all ranks, so that
+    losses do not depend on their number; local: those of each rank alone, so that no layer waits for other ranks."""
     strategy: StrategyName = "auto"
     """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
     ddp: DdpOptions = DdpOptions()

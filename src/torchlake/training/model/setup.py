@@ -130,6 +130,9 @@ def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool, draw: bool) -> 
     """
     torch.manual_seed(job.train.seed)
     base = task.base_model(base_folder(job.model.base), spec, empty=empty)
+    for layer in base.modules():
+        if hasattr(layer, "local"):
+            layer.local = job.train.batch_norm == "local"
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
