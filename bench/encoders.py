@@ -1,7 +1,7 @@
 """How fast are modern encoders scored without padding, beside transformers' own forward pass on the same rows?
 
 ModernBERT-base, DeBERTa-v3-base, XLM-R-base and a decoder of 0.6 billion parameters (Qwen 3) in their shapes, with few
-layers and random weights, classify 192 rows of random tokens with the lengths of short texts. `varlen` and `eager` get
+layers and random weights, classify 96 rows of random tokens with the lengths of short texts. `varlen` and `eager` get
 batches of 1,024 padded tokens sorted by length, as `predict` makes them; transformers gets these, and batches of 32 in
 the order of arrival, as its pipeline makes them. One thread, fp32, without tokenizing. CPU time; the contenders take
 turns and the best of the rounds counts. `difference` is that of a probability, `rate` the share of the rate at which
@@ -145,7 +145,7 @@ def clocked(run: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__, rows=192, rounds=4).parse_args()
+    options = parser(__doc__, rows=96, rounds=2).parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

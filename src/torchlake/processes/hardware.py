@@ -208,13 +208,13 @@ class CpuClass:
 
     name: str = "unknown"
     maker: str = ""
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
     "The features that a CPU of the class has. The first row that fits is the CPU's class."
     products: Mapping[str, str] = field(default_factory=lambda: {"few": "torch", "many": "torch"})
     'The library of fp32 products of few and of many rows: "onednn", or "torch" for what torch does by default.'
     rates: Mapping[str, float] = field(default_factory=dict)
     "Rows/s of runtimes relative to `varlen`, as far as they were measured."
-    source: str = "not measured"
+    source: str = "not measured: torch's default"
     "Where products and rates come from."
 
 
@@ -226,9 +226,7 @@ def in_words(products: Mapping[str, str]) -> str:
 
 @cache
 def _cpu_classes() -> tuple[CpuClass, ...]:
-    return tuple(
-        CpuClass(**{**row, "needs": tuple(row["needs"])}) for row in json.loads(CLASSES.read_text(encoding="utf-8"))
-    )
+    return tuple(CpuClass(**row) for row in json.loads(CLASSES.read_text(encoding="utf-8")))
 
 
 def cpu_class() -> CpuClass:
@@ -256,8 +254,11 @@ def int8_refusal() -> str | None:
     x86 = "flags" in cpu_facts()  # others call them features
     if not x86 or {"avx512_vnni", "avx_vnni"} & cpu_features():
         return None
-    here, gain = cpu_class(), ""
+    here, gain = cpu_class(), "what 8 bits gain was not measured"
     if {"openvino", "openvino_int8"} <= here.rates.keys():
-        gain = f", and 'openvino_int8' is {here.rates['openvino_int8'] / here.rates['openvino']:.2f} times as fast as "
-        gain += f"'openvino' on CPUs of this class ({here.name})"
-    return f"this CPU lacks an 8-bit product that does not overflow (VNNI){gain}: use 'varlen' or 'openvino'"
+        times = here.rates["openvino_int8"] / here.rates["openvino"]
+        gain = f"'openvino_int8' is {times:.2f} times as fast as 'openvino'"
+    return (
+        "this CPU lacks an 8-bit product that does not overflow (VNNI), and on CPUs of its class "
+        f"({here.name}) {gain}: use 'varlen' or 'openvino'"
+    )

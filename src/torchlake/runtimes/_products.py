@@ -42,17 +42,25 @@ def keeping(products: Mapping[str, str] | None) -> Iterator[None]:
         _kept.reset(token)
 
 
-def libraries() -> tuple[str, str]:
-    """Return the libraries of few and of many rows; "torch" where oneDNN cannot be chosen."""
+def use_onednn() -> bool:
+    """Return whether oneDNN is chosen for few or many rows, and this torch has it and another library."""
     import torch
 
-    can = (
+    return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and "onednn" in _chosen().values()
     )
-    chosen = _kept.get() or hardware.cpu_class().products
-    return (chosen["few"], chosen["many"]) if can else ("torch", "torch")
+
+
+def libraries() -> tuple[str, str]:
+    """Return the libraries of few and of many rows."""
+    return (_chosen()["few"], _chosen()["many"]) if use_onednn() else ("torch", "torch")
+
+
+def _chosen() -> Mapping[str, str]:
+    return _kept.get() or hardware.cpu_class().products
 
 
 def product(
@@ -119,9 +127,9 @@ def choose_in(model: "torch.nn.Module") -> None:
     """Let the linear layers of a model on the CPU use the chosen libraries."""
     import torch
 
-    few, many = libraries()
-    if "onednn" not in (few, many):
+    if not use_onednn():
         return
+    few, many = libraries()
 
     def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if (few if x[..., 0].numel() <= FEW else many) == "onednn":

@@ -31,15 +31,7 @@ from torchlake.scoring.rows import (
     max_prompt_tokens,
     runtime_name,
 )
-from torchlake.scoring.runtime_choice import (
-    FAST_DEFAULT,
-    REFERENCE,
-    RuntimeChoice,
-    chosen,
-    lacks_export,
-    refusal,
-    requested,
-)
+from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, refusal, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT
@@ -47,6 +39,8 @@ from torchlake.tasks._inputs import PAIR, check_columns
 
 log = logging.getLogger(__name__)
 
+RATED = "varlen"
+"The runtime that the rates of a class of CPUs are relative to."
 EXACT_EXPORTS = ("openvino", "onnx")
 LARGE_ROWS, WORTH_IT = 100_000, 1.2
 "From which number of rows, and how many times as fast, another runtime is worth the minutes of `optimize`."
@@ -304,7 +298,7 @@ def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mappin
     `earlier` is the output's fingerprint.
     """
     runtime, here = runtime_name(settings.runtime), cpu_class()
-    if runtime not in (REFERENCE, FAST_DEFAULT):
+    if runtime not in (REFERENCE, RATED):
         return None
     if (earlier.get("model"), earlier.get("runtime")) != (settings.model_hash, runtime):
         return here.products
@@ -324,7 +318,7 @@ def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, row
     here, folder = cpu_class(), Path(settings.model)
     best = max(EXACT_EXPORTS, key=lambda name: here.rates.get(name, 0.0))
     gain = here.rates.get(best, 0.0)
-    if rows < LARGE_ROWS or gain < WORTH_IT or choice.why != "default" or choice.runtime != FAST_DEFAULT:
+    if rows < LARGE_ROWS or gain < WORTH_IT or (choice.why, choice.runtime) != ("default", RATED):
         return
     module, task = plugins.load("runtimes", best), settings.spec.task
     if task in module.tasks and refusal(best, folder, pairs=settings.text_pair is not None) is None:
@@ -335,7 +329,7 @@ def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, row
             here.name,
             best,
             gain,
-            FAST_DEFAULT,
+            RATED,
             folder,
         )
 
