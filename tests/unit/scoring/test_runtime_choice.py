@@ -304,5 +304,17 @@ def test_a_large_table_says_where_optimizing_pays(
     assert not caplog.records, "only what can run here is known to help"
 
 
+def test_a_job_says_it_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("openvino")
+    on_a_cpu(monkeypatch, "one", "torch", {"openvino": 1.3})
+    monkeypatch.setattr("torchlake.scoring.options.LARGE_ROWS", len(ROWS))
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    for _ in range(2):
+        tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here())
+    assert [record.getMessage().count("torchlake optimize") for record in caplog.records] == [1]
+
+
 def fake_runtime(folder: Path, spec: TaskSpec, *, device: str):
     return eager.load(folder, spec, device=device)
