@@ -1,20 +1,31 @@
 """What the benchmarks share: the machine in words, models built on the spot, one table per question, one result file.
 
-Every benchmark prints one table and writes bench/results/<name>.json; with --json it prints that JSON instead. Peers
-run beside torchlake, in turn, in one run, on the same rows, so that a noisy machine disturbs both alike: read the
-ratios, not the seconds.
+Every benchmark prints one table and writes bench/results/<name>.json, with the class of the CPU; with --json it prints
+that JSON instead. Peers run beside torchlake, in turn, in one run, on the same rows, so that a noisy machine disturbs
+both alike: read the ratios, not the seconds. With TORCHLAKE_TEST_CPU=avx2 the CPU is limited to AVX2.
 """
 
 import argparse
+import getpass
 import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+# Limits torch, MKL, oneDNN and OpenVINO to a class of CPUs, as `make test-avx2` does; ONNX Runtime has no such limit.
+# They read this when they load.
+LIMIT = os.environ.get("TORCHLAKE_TEST_CPU", "")
+if LIMIT:
+    os.environ["ONEDNN_MAX_CPU_ISA"] = LIMIT.upper()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{LIMIT}"
+if LIMIT.startswith("avx2"):
+    os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 RESULTS = Path(__file__).parent / "results"
 SCRATCH = Path(__file__).parent.parent / ".bench"
@@ -93,11 +104,12 @@ def two_layers() -> Path:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    from torchlake.processes.hardware import cpu_facts
+    from torchlake.processes.hardware import cpu_class, cpu_facts
 
     packages = ("torch", "transformers", "pyarrow", "torchlake")
     return {
         "cpu": cpu_facts().get("model name", platform.processor()),
+        "cpu_class": cpu_class().name + (f" (the CPU above, limited to {LIMIT})" if LIMIT else ""),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.system(),
         "python": platform.python_version(),
@@ -114,14 +126,14 @@ def finish(
     keep: bool = True,
     columns: Sequence[str] = (),
 ) -> None:
-    """Print the table (or JSON) and write bench/results/<name>.json.
+    """Print the table (or JSON) and write bench/results/<name>.json, or <name>_<class>.json on a limited CPU.
 
     `columns` are the ones to print where all would not fit; the file and the JSON have every one.
     """
     result = {"machine": machine(), "note": note, "rows": rows}
     if keep:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / f"{name}{f'_{LIMIT}' * bool(LIMIT)}.json").write_text(json.dumps(result, indent=1) + "\n")
     if as_json:
         print(json.dumps(result))
         return

@@ -1,4 +1,10 @@
-"""Which library multiplies a training step's matrices fastest on this CPU: MKL or oneDNN, in fp32 or in bf16?
+"""Which library multiplies matrices fastest on this class of CPU, torch's default (MKL) or oneDNN?
+
+For scoring: the products of MiniLM's layers by the number of rows, and the runtimes beside `varlen`, whose numbers are
+the CPU's row in src/torchlake/processes/cpus.json. `few` and `many` are the medians of MKL's time over oneDNN's up to
+64 rows and above. CPU time; the contenders take turns, and the best of the rounds counts.
+
+For training, in fp32 or in bf16:
 
 The three products of a linear layer, at the shapes of MiniLM and of roberta-base, on one core: forward, the gradient of
 the input, the gradient of the weight. oneDNN takes the weight plain or packed; training changes it at every step, so
@@ -6,19 +12,30 @@ packing is counted in. Then whole training steps of MiniLM. The contenders take 
 """
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from _common import finish, minilm, parser
+import numpy as np
+from _common import LIMIT, SCRATCH, finish, minilm, parser, random_model
 from _contender import ONE_THREAD
 
 os.environ.update(ONE_THREAD)
 
 import torch
+from _scoring_torchlake import prepare, score_texts, settings_of
 from torch import nn
 from torch.nn import functional
 
+from torchlake.runtimes import _products
+from torchlake.scoring.scorer import Scorer
+
+BY_ROWS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+LAYER = [(384, 1152), (384, 384), (384, 1536), (1536, 384)]
+LAYERS = 6
+RUNTIMES = ("varlen", "eager", "onnx", "openvino", "bf16", "int8", "onnx_int8", "openvino_int8")
+TEXTS = 256
 SHAPES = [(384, 384), (384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768)]
 ROWS, LENGTH = 64, 24
 
@@ -98,33 +115,86 @@ def trained(kind: str) -> Callable[[], float]:
     return step
 
 
+def by_rows(rounds: int) -> list[dict[str, Any]]:
+    """CPU milliseconds of the products of all layers, for each number of rows, and what follows for the table."""
+    layers = [(torch.randn(outputs, inputs), torch.randn(outputs)) for inputs, outputs in LAYER for _ in range(LAYERS)]
+    found: list[dict[str, Any]] = []
+    for number in BY_ROWS:
+        xs = {inputs: torch.randn(number, inputs) for inputs, _ in LAYER}
+        ways = {
+            "mkl": lambda xs=xs: [functional.linear(xs[weight.shape[1]], weight, bias) for weight, bias in layers],
+            "onednn": lambda xs=xs: [_products.product(xs[weight.shape[1]], weight, bias) for weight, bias in layers],
+        }
+        took = best(ways, rounds)
+        row = {"name": f"scoring, {number} rows", **{f"{way}_ms": 1e3 * one for way, one in took.items()}}
+        found.append(row | {"ratio": took["mkl"] / took["onednn"]})
+    ratios = dict(zip(BY_ROWS, (row["ratio"] for row in found), strict=True))
+    for kind in ("few", "many"):
+        some = [one for number, one in ratios.items() if (number <= _products.FEW) == (kind == "few")]
+        found.append({"name": f"scoring, {kind} rows", "ratio": statistics.median(some)})
+    return found
+
+
+def runtimes(rounds: int) -> list[dict[str, Any]]:
+    """CPU rows/s of the runtimes with MiniLM's shape and random texts, and their ratio to `varlen`."""
+    shape = {"num_hidden_layers": LAYERS, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    folder = random_model(SCRATCH / f"products{LIMIT}", base="bert", **shape)
+    random, words = np.random.default_rng(0), ["a", "slow", "film", "about", "people", "who", "wait", "quietly"]
+    numbers = np.clip(random.gamma(3, 8, TEXTS).astype(int), 3, 100)
+    texts = [f"{' '.join(random.choice(words, number))} {at}" for at, number in enumerate(numbers)]
+    ways: dict[str, Callable[[], Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for name in RUNTIMES:
+        try:
+            prepare({"model": str(folder), "runtime": name, "texts": texts[:64]})
+            scorer = Scorer(settings=settings_of(folder, name))
+        except Exception as error:  # the row has the reason
+            rows.append({"name": f"runtime {name}", "reason": str(error)[:200]})
+            continue
+        ways[name] = lambda scorer=scorer: score_texts(scorer, texts)
+    expected = ways["varlen"]()[0]
+    for name, seconds in best(ways, rounds).items():
+        row = {"name": f"runtime {name}", "rows_per_s": TEXTS / seconds}
+        rows.append(row | {"difference": float(np.abs(ways[name]()[0] - expected).max())})
+    base = next(row["rows_per_s"] for row in rows if row["name"] == "runtime varlen")
+    return [row | ({"ratio": row["rows_per_s"] / base} if "rows_per_s" in row else {}) for row in rows]
+
+
 def best(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The shortest seconds of each, in turn."""
+    """The shortest CPU seconds of each, in turn."""
     seconds = dict.fromkeys(ways, float("inf"))
     for number in range(rounds + 1):
         for name, run in ways.items():
-            began = time.perf_counter()
+            began = time.process_time()
             run()
             if number:  # the first is for warming up
-                seconds[name] = min(seconds[name], time.perf_counter() - began)
+                seconds[name] = min(seconds[name], time.process_time() - began)
     return seconds
 
 
 def main() -> None:
-    options = parser(__doc__, tokens=ROWS * LENGTH, rounds=20).parse_args()
+    options_parser = parser(__doc__, tokens=ROWS * LENGTH, rounds=20)
+    options_parser.add_argument("--scoring", action="store_true", help="measure scoring only")
+    options = options_parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for inputs, outputs in SHAPES:
+    with torch.inference_mode():
+        rows = by_rows(options.rounds)
+    rows += runtimes(max(2, options.rounds // 5))
+    for inputs, outputs in [] if options.scoring else SHAPES:
         operations = 2e-9 * options.tokens * inputs * outputs
         with torch.no_grad():
             for name, ways in products(options.tokens, inputs, outputs).items():
                 seconds = best(ways, options.rounds)
                 rates = {f"{way}_gflops": operations / one for way, one in seconds.items()}
                 rows.append({"name": f"{name}, {inputs} to {outputs}", **rates})
-    steps = {kind: trained(kind) for kind in ("mkl", "onednn", "bf16")}
-    seconds = best(steps, options.rounds // 2)
-    rows.append({"name": "training step", **{f"{kind}_seconds": one for kind, one in seconds.items()}})
-    note = f"{options.tokens} tokens, one core; best of {options.rounds} rounds; the step: MiniLM, {ROWS} rows"
+    if not options.scoring:
+        steps = {kind: trained(kind) for kind in ("mkl", "onednn", "bf16")}
+        seconds = best(steps, options.rounds // 2)
+        rows.append({"name": "training step", **{f"{kind}_seconds": one for kind, one in seconds.items()}})
+    note = (
+        f"scoring: MiniLM's layers, {TEXTS} texts; training: {options.tokens} tokens, the step: MiniLM, {ROWS} rows; "
+        f"one core, best of {options.rounds} rounds"
+    )
     finish("products", rows, as_json=options.json, note=note)
 
 

@@ -36,12 +36,13 @@ _given: dict[str, Any] = {}
 "Tasks given in Python, by name."
 
 
-def names(kind: Kind) -> list[str]:
+@cache
+def names(kind: Kind) -> tuple[str, ...]:
     """Return the sorted names of the plug-ins of one kind that come with torchlake, without importing them."""
     package = find_spec(_package(kind))
     assert package is not None
     found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
-    return sorted(name for name in found if not name.startswith("_"))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
 def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | None:

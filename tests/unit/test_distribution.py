@@ -46,6 +46,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     sources = ROOT / "src"
     expected = {str(path.relative_to(sources)) for path in sources.rglob("*.py")}
     expected |= {"torchlake/py.typed", "torchlake/cli/demo.yaml", "torchlake/reporting/page.html"}
+    expected.add("torchlake/processes/cpus.json")
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
         assert b"torchlake = torchlake.cli.main:main" in wheel.read(_in_dist_info(names, "entry_points.txt"))

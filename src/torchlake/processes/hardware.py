@@ -1,10 +1,13 @@
 """Cores, memory, GPUs and CPU instructions of this machine, within the container's limits; which GPU a rank sees."""
 
+import json
 import math
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torchlake.errors import UsageError
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
+CLASSES = Path(__file__).with_name("cpus.json")
 
 CPU_FEATURES = {
     "avx2": "AVX2",
@@ -198,9 +202,40 @@ def supports_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & cpu_features())
 
 
-def prefers_onednn() -> bool:
-    """Return whether oneDNN multiplies fp32 matrices faster than MKL, which uses AVX2 at most on AMD's CPUs."""
-    return cpu_facts().get("vendor_id") == "AuthenticAMD" and "avx512f" in cpu_features()
+@dataclass(frozen=True, kw_only=True)
+class CpuClass:
+    """A class of CPUs and what follows from it, a row of cpus.json; the default: nothing is known of it."""
+
+    name: str = "unknown"
+    maker: str = ""
+    needs: Sequence[str] = ()
+    "The features that a CPU of the class has. The first row that fits is the CPU's class."
+    products: Mapping[str, str] = field(default_factory=lambda: {"few": "torch", "many": "torch"})
+    'The library of fp32 products of few and of many rows: "onednn", or "torch" for what torch does by default.'
+    rates: Mapping[str, float] = field(default_factory=dict)
+    "Rows/s of runtimes relative to `varlen`, as far as they were measured."
+    source: str = "not measured: torch's default"
+    "Where products and rates come from."
+
+
+def in_words(products: Mapping[str, str]) -> str:
+    """Return the libraries of products for messages, such as "by oneDNN"."""
+    few, many = ({"torch": "torch's default", "onednn": "oneDNN"}[products[one]] for one in ("few", "many"))
+    return f"by {many}" if few == many else f"by {many}, of few rows by {few}"
+
+
+@cache
+def _cpu_classes() -> tuple[CpuClass, ...]:
+    return tuple(CpuClass(**row) for row in json.loads(CLASSES.read_text(encoding="utf-8")))
+
+
+def cpu_class() -> CpuClass:
+    """Return the class of this CPU. It is never timed, so that a retry computes the same bytes."""
+    facts, found = cpu_facts(), cpu_features()
+    arm = "asimd" in facts.get("Features", "").split() or platform.machine() == "arm64"
+    maker = "Arm" if arm else facts.get("vendor_id")
+    fitting = (one for one in _cpu_classes() if one.maker == maker and found.issuperset(one.needs))
+    return next(fitting, CpuClass())
 
 
 def bf16_refusal() -> str | None:
@@ -217,6 +252,13 @@ def int8_refusal() -> str | None:
     127 + 255 x 127 is 64,770, and it gives 32,767.
     """
     x86 = "flags" in cpu_facts()  # others call them features
-    if x86 and not {"avx512_vnni", "avx_vnni"} & cpu_features():
-        return "this CPU lacks an 8-bit product that does not overflow (VNNI): use 'varlen' or 'openvino'"
-    return None
+    if not x86 or {"avx512_vnni", "avx_vnni"} & cpu_features():
+        return None
+    here, gain = cpu_class(), "what 8 bits gain was not measured"
+    if {"openvino", "openvino_int8"} <= here.rates.keys():
+        times = here.rates["openvino_int8"] / here.rates["openvino"]
+        gain = f"'openvino_int8' is {times:.2f} times as fast as 'openvino'"
+    return (
+        "this CPU lacks an 8-bit product that does not overflow (VNNI), and on CPUs of its class "
+        f"({here.name}) {gain}: use 'varlen' or 'openvino'"
+    )

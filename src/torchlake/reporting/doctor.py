@@ -25,7 +25,9 @@ from torchlake.processes.hardware import (
     cgroup_cores,
     cgroup_memory,
     cores,
+    cpu_class,
     cpu_features,
+    in_words,
 )
 
 CORE = (
@@ -181,11 +183,20 @@ def _machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_usable": cores(),
         "cores_cgroup_limit": cgroup_cores(),
+        "cpu_class": _cpu_class(),
         "cpu_features": ", ".join(features) or "none that affects the choice of a runtime",
         "memory": psutil.virtual_memory().total,
         "memory_available": available_memory(),
         "memory_cgroup_limit": cgroup_memory(),
     }
+
+
+def _cpu_class() -> str:
+    """Return the class of the CPU, and what torchlake does and knows because of it."""
+    here = cpu_class()
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in here.rates.items())
+    speed = f"rows/s relative to varlen: {rates}" if rates else "its runtimes were not measured"
+    return f"{here.name}; fp32 products {in_words(here.products)}; {speed}"
 
 
 def _storage() -> dict[str, dict[str, Any]]:

@@ -83,7 +83,7 @@ def _attend(
         query, key, value = (each(hidden_states).unflatten(-1, (heads, -1)) for each in projections)
     scale = (query.shape[-1] * (1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type))) ** -0.5
     query, context, at = query * scale, torch.empty_like(query), 0
-    for count, length in rows.get().length_groups():
+    for count, length in rows.get().length_groups:
         end = at + count * length
         q, k, v = (part[0, at:end].unflatten(0, (count, length)).transpose(1, 2) for part in (query, key, value))
         scores = q @ k.transpose(-1, -2)

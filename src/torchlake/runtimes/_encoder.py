@@ -14,6 +14,7 @@ each further length in a batch costs one more call per layer.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,7 +260,7 @@ def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Ma
     return torch.nn.Sequential(*head)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedRows:
     """The tokens of a batch without padding."""
 
@@ -276,8 +277,9 @@ class PackedRows:
         starts: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return starts
 
+    @cached_property
     def length_groups(self) -> list[tuple[int, int]]:
-        """Return (rows, length) for each run of consecutive rows of equal length."""
+        """The (rows, length) of each run of consecutive rows of equal length."""
         edges = np.flatnonzero(np.diff(self.lengths, prepend=-1, append=-1))
         return list(zip(np.diff(edges).tolist(), self.lengths[edges[:-1]].tolist(), strict=True))
 

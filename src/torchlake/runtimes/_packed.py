@@ -223,7 +223,7 @@ def _attend(
 
     causal = bool(getattr(module, "is_causal", False))
     context, at = torch.empty_like(query.transpose(1, 2)), 0
-    for count, length in _rows.get().length_groups():
+    for count, length in _rows.get().length_groups:
         end = at + count * length
         q, k, v = (part[0, :, at:end].unflatten(1, (count, length)).transpose(0, 1) for part in (query, key, value))
         near = None

@@ -98,7 +98,7 @@ def pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor
     import torch
 
     found, at = [], 0
-    for count, length in rows.length_groups():
+    for count, length in rows.length_groups:
         states = x[at : at + count * length].view(count, length, -1)
         found.append(pools(states, states.new_ones((count, length))))
         at += count * length
@@ -130,7 +130,7 @@ def _attend(
     heads, depth = keys.shape[1:]
     context = keys.new_empty(len(queries), heads, depth)
     at = begin = 0
-    for count, length in rows.length_groups():
+    for count, length in rows.length_groups:
         end, num_queries = at + count * length, 1 if first else length
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
         place = slice(begin, begin + count * num_queries)

@@ -54,4 +54,4 @@ def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multipl
     import torch
 
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TOKENS)
-    return _products.linear(_encoder.Linear(packed, layer.bias), activation)
+    return _products.by_onednn(_encoder.Linear(packed, layer.bias), activation)

@@ -8,9 +8,8 @@ scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, on
 """
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import joined_outputs
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward, _products
-
-if TYPE_CHECKING:
-    import torch
 
 TOLERANCE = 0.0
 tasks: tuple[str, ...] | None = None
@@ -123,17 +119,6 @@ def load_model(folder: Path, spec: TaskSpec, device: str) -> Any:
 
     model = plugins.load("tasks", spec.task).load_model(folder, spec)
     torch.nn.Module.to(model, device)
-    if device == "cpu" and _products.use_onednn():
-        _use_onednn(model)
+    if device == "cpu":
+        _products.choose_in(model)
     return model
-
-
-def _use_onednn(model: "torch.nn.Module") -> None:
-    import torch
-
-    def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return _products.product(x, layer.weight, layer.bias)
-
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            module.forward = partial(multiply, module)  # type: ignore[method-assign]

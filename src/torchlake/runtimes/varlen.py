@@ -21,7 +21,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the encoder. Raises the errors of `models.load_model`."""
     import torch
 
-    linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
+    linear = _products.linear if device == "cpu" else _products.by_torch
     if _packed.is_one(folder, spec):
         _packed.check_device("varlen", folder, device)
         return _packed.make_forward(folder, spec, linear=linear)
@@ -36,18 +36,3 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         return lambda x: down(up(x, None), x)
 
     return _ragged.make_forward(encoder, linear=linear, feed_forward=feed_forward)
-
-
-def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multiply:
-    import torch
-
-    functions = torch.nn.functional
-    activate = {"none": None, "gelu": functions.gelu, "relu": functions.relu}[activation]
-
-    def multiply(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        result = functions.linear(x, layer.weight, layer.bias)
-        if activate is not None:
-            result = activate(result)
-        return result if residual is None else result.add_(residual)
-
-    return multiply

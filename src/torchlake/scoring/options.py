@@ -23,7 +23,7 @@ from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
 from torchlake.models.load import EMBEDS, load_spec
-from torchlake.processes.hardware import gpus
+from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
     ScoringSettings,
@@ -31,13 +31,19 @@ from torchlake.scoring.rows import (
     max_prompt_tokens,
     runtime_name,
 )
-from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
+from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, refusal, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT, TEXT
 from torchlake.tasks._inputs import PAIR, check_columns
 
 log = logging.getLogger(__name__)
+
+RATED = "varlen"
+"The runtime that the rates of a class of CPUs are relative to."
+EXACT_EXPORTS = ("openvino", "onnx")
+LARGE_ROWS, WORTH_IT = 100_000, 1.2
+"From which number of rows, and how many times as fast, another runtime is worth the minutes of `optimize`."
 
 
 def split_options(
@@ -256,7 +262,7 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
     """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
     task = plugins.load("tasks", spec.task)
     if settings.generation is None or task.inputs["text"] != PROMPT:
-        check_columns(schema, task.inputs, settings.spec, where)
+        check_columns(schema, task.inputs, spec, where)
         return settings
     if not isinstance(settings.text, str):
         check_columns(schema, {"text": TEXT}, settings.spec, where)
@@ -303,6 +309,49 @@ def _export(settings: ScoringSettings, engine: Engine, module: Any) -> None:
     list(engine.run_chunks(make_worker, [runtime], resources=Resources(processes=1)))
 
 
+def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return the libraries of the job's fp32 products: those that the output began with, else those of this CPU's
+    class; None if the runtime has its own, and for outputs of versions that did not record them.
+
+    `earlier` is the output's fingerprint.
+    """
+    runtime, here = runtime_name(settings.runtime), cpu_class()
+    if runtime not in (REFERENCE, RATED):
+        return None
+    if (earlier.get("model"), earlier.get("runtime")) != (settings.model_hash, runtime):
+        return here.products
+    began: Mapping[str, str] | None = earlier.get("products")
+    if began not in (None, here.products):
+        log.warning(
+            "The output began with matrix products %s; it keeps them here, where the CPU's class (%s) has products %s",
+            in_words(began),
+            here.name,
+            in_words(here.products),
+        )
+    return began
+
+
+def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, rows: int) -> None:
+    """Log once, at the start of a large job by the default runtime, that another exact one is faster on this CPU."""
+    here, folder = cpu_class(), Path(settings.model)
+    best = max(EXACT_EXPORTS, key=lambda name: here.rates.get(name, 0.0))
+    gain = here.rates.get(best, 0.0)
+    if rows < LARGE_ROWS or gain < WORTH_IT or (choice.why, choice.runtime) != ("default", RATED):
+        return
+    module, task = plugins.load("runtimes", best), settings.spec.task
+    if task in module.tasks and refusal(best, folder, pairs=settings.text_pair is not None) is None:
+        log.warning(
+            "%s rows: on CPUs of this class (%s) %r is %.1f times as fast as %r, and as exact. To choose it: torchlake "
+            "optimize %s --sample TABLE",
+            f"{rows:,}",
+            here.name,
+            best,
+            gain,
+            RATED,
+            folder,
+        )
+
+
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:
     """Return the columns that predictions add to a frame."""
     return [column for column in output_schema(settings, spec, schema) if column.name != "row_id"]
@@ -325,6 +374,7 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "prefix": settings.prefix,
         "all_probabilities": settings.all_probabilities,
         **({} if settings.embedding == "float32" else {"embedding": settings.embedding}),
+        **({} if settings.products is None else {"products": dict(settings.products)}),
         **({} if not settings.ranges else {"ranges": [list(each) for each in settings.ranges]}),
         "null": settings.null,
         "batch_tokens": settings.batch_tokens,

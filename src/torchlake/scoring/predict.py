@@ -27,15 +27,17 @@ from torchlake.jobs.table_job import Finished, shown_outcome, table_job
 from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
-from torchlake.processes.hardware import gpus
+from torchlake.processes.hardware import cpu_class, gpus
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     check_devices,
     checked_input,
     fingerprint_of,
+    products_of,
     refuse_collisions,
     refuse_for_frames,
+    say_if_optimizing_pays,
     scoring_settings,
     split_options,
     with_export,
@@ -254,9 +256,9 @@ class Scoring:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The versions that may change the last digits of a score."""
+        """The versions, and the class of CPU, that may change the last digits of a score."""
         versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
-        return {**versions, "python": platform.python_version()}
+        return {**versions, "python": platform.python_version(), "cpu": cpu_class().name}
 
     def fit(self, source: Table) -> pa.Schema:
         if self._finds_columns:
@@ -271,10 +273,13 @@ class Scoring:
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         runner = self.engine or Local()
-        self.settings = with_ranges(with_export(self.settings, runner), source, earlier, runner)
+        settings = replace(with_export(self.settings, runner), products=products_of(self.settings, earlier))
+        self.settings = with_ranges(settings, source, earlier, runner)
         return fingerprint_of(self.settings, self.spec)
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+        if len(items) == len(out.plan.chunks):
+            say_if_optimizing_pays(self.choice, self.settings, sum(chunk.rows for chunk, _ in items))
         return start_chunks(out, items, self.settings, self.spec, self.engine, self.choice.threads)
 
     def provenance(self, out: Transaction, made: Sequence[ScoredChunk], seconds: float) -> dict[str, Any]:

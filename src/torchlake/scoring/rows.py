@@ -76,6 +76,8 @@ class ScoringSettings:
     "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
+    products: Mapping[str, str] | None = None
+    "The libraries of fp32 products that the job began with; None: those of the CPU's class."
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     workspace: Workspace | None = None

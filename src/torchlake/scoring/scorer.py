@@ -36,7 +36,7 @@ from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
@@ -111,7 +111,8 @@ class Scorer:
             number = self.settings.gpus_per_process
             self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
         else:
-            self.forward = load(folder, self.spec, device=self.device, **options)
+            with _products.keeping(self.settings.products):
+                self.forward = load(folder, self.spec, device=self.device, **options)
         if self.settings.model_hash:
             # After loading: a model that was put in the folder before or meanwhile is noticed.
             folders.check_hash(folder, self.settings.model_hash)

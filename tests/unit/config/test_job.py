@@ -266,7 +266,7 @@ PLUGINS = [("model", "task", "tasks"), ("train", "strategy", "strategies"), ("en
 def test_a_plug_in_that_there_is_not_is_named_by_its_key_and_line(
     section: str, key: str, kind: plugins.Kind, name: str
 ) -> None:
-    known = plugins.names(kind)
+    known = list(plugins.names(kind))
     assume(name not in [*known, "auto"])
     sections = {"data": {"train": "t"}, "model": {"base": "b"}}
     sections.setdefault(section, {})[key] = name

@@ -3,13 +3,17 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from torchlake import plugins
 from torchlake.errors import UsageError
+from torchlake.models.load import load_spec
 from torchlake.processes import hardware
-from torchlake.runtimes import _openvino
+from torchlake.runtimes import _openvino, _products, eager, varlen
 
 SKYLAKE = "avx avx2 avx512f avx512dq avx512bw avx512vl"
 CASCADE_LAKE = f"{SKYLAKE} avx512_vnni"
@@ -39,7 +43,7 @@ def found() -> set[str]:
     can = {
         "int8": hardware.int8_refusal() is None,
         "bf16": hardware.bf16_refusal() is None,
-        "onednn": hardware.prefers_onednn(),
+        "onednn": hardware.cpu_class().products["many"] == "onednn",
     }
     return {name for name, value in can.items() if value}
 
@@ -77,6 +81,70 @@ def test_where_nothing_is_known_of_x86(text: str | None, tmp_path: Path, monkeyp
         monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
     assert hardware.cpu_features() == frozenset()
     assert found() == {"int8"}
+    assert hardware.cpu_class().name == ("unknown" if text is None else "Arm")
+
+
+def test_the_table_of_classes_is_whole() -> None:
+    """Every row can be the class of a CPU; what is in it is known to the code."""
+    rows = hardware._cpu_classes()
+    assert {row.maker for row in rows} == {"AuthenticAMD", "GenuineIntel", "Arm"}
+    for number, row in enumerate(rows):
+        assert row.products.keys() == {"few", "many"}
+        assert set(row.products.values()) <= {"torch", "onednn"}
+        assert row.rates.keys() <= set(plugins.names("runtimes"))
+        assert set(row.needs) <= hardware.CPU_FEATURES.keys()
+        earlier = [one for one in rows[:number] if one.maker == row.maker]
+        assert not any(set(one.needs) <= set(row.needs) for one in earlier), f"{row.name} is never chosen"
+        assert row.source.startswith(("measured", "rates measured", "not measured"))
+
+
+@pytest.mark.parametrize("maker", ["AuthenticAMD", "CentaurHauls"])
+def test_an_unknown_cpu_takes_torchs_default(maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "sse4_2 avx" if maker == "AuthenticAMD" else "avx2 avx512f avx512_vnni"
+    pretend(monkeypatch, tmp_path / "cpuinfo", f"vendor_id\t: {maker}\nflags\t\t: fpu {flags}\n")
+    assert hardware.cpu_class() == hardware.CpuClass()
+    assert _products.libraries() == ("torch", "torch")
+
+
+def test_where_8_bits_gain_little_the_refusal_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path / "cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: avx avx2\n")
+    rates = hardware.cpu_class().rates
+    gain = f"'openvino_int8' is {rates['openvino_int8'] / rates['openvino']:.2f} times as fast as 'openvino'"
+    assert gain in (hardware.int8_refusal() or "")
+
+
+MULTIPLIED = [{"few": few, "many": many} for few in ("torch", "onednn") for many in ("torch", "onednn")]
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="there is one library to choose")
+@pytest.mark.parametrize("products", MULTIPLIED, ids=str)
+def test_libraries_are_chosen_by_the_number_of_rows(
+    products: dict[str, str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries that a job began with multiply in `varlen` and `eager`, on a CPU of any class."""
+    used: list[tuple[str, int]] = []
+    onednn, of_torch = _products.product, torch.nn.functional.linear
+
+    def product(x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        used.append(("onednn", x[..., 0].numel()))
+        return onednn(x, *others, **options)
+
+    def linear(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        used.append(("torch", x[..., 0].numel()))
+        return of_torch(x, *others)
+
+    monkeypatch.setattr(_products, "product", product)
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    spec = load_spec(tiny_model)
+    for runtime in (varlen, eager):
+        with _products.keeping(products):
+            forward = runtime.load(tiny_model, spec, device="cpu")
+        for rows, length in ((1, 4), (16, 20)):
+            used.clear()
+            ids = np.full((rows, length), 5, np.int64)
+            forward(input_ids=ids, attention_mask=np.ones_like(ids))
+            kind = "few" if rows * length <= _products.FEW else "many"
+            assert {name for name, number in used if number == rows * length} == {products[kind]}
 
 
 def test_a_class_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +166,6 @@ EXACT = TERMS * 255 * 127
 
 
 def by_torch() -> float:
-    import torch
-
     weight = torch.full((TERMS, TERMS), 127, dtype=torch.int8)
     x, ones, zeros = (
         torch.full((32, TERMS), 255, dtype=torch.uint8),

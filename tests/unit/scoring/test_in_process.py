@@ -1,6 +1,7 @@
 """`load`: a model as a function of texts, with the answers of `predict`; and small tables without a second process."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -140,6 +141,17 @@ def test_threads_share_a_model(tiny_model: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         for _ in range(5):
             assert list(threads.map(classify, batches)) == alone
+
+
+def test_a_loaded_model_reads_nothing_more_from_its_folder(tiny_bert: Path, tmp_path: Path) -> None:
+    """Reading the folder at each call took ten times as long as one row's forward pass."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+    classify = tl.load(folder)
+    before = classify(TEXTS)
+    shutil.rmtree(folder)
+    assert classify(TEXTS) == before
+    frame = pd.DataFrame({"text": TEXTS[:3]})
+    assert [answer["label"] for answer in classify(frame)] == [answer["label"] for answer in before[:3]]
 
 
 def test_a_closed_model_says_so(tiny_model: Path) -> None:

@@ -14,8 +14,9 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
+from torchlake.processes.hardware import CpuClass
 from torchlake.runtimes import eager
-from torchlake.scoring.options import scoring_settings
+from torchlake.scoring.options import products_of, say_if_optimizing_pays, scoring_settings
 from torchlake.scoring.runtime_choice import chosen, requested, write_choice
 from torchlake.scoring.scorer import Scorer
 
@@ -230,3 +231,90 @@ def test_optimize_makes_exports_with_rows_of_the_sample(
     one_row = tl.optimize(model, tiny.reviews(1), runtimes=["fake"], engine=tiny.Here(), budget="10min")
     verdict = next(one.verdict for one in one_row.candidates if one.runtime == "fake")
     assert verdict.startswith("not tried: the sample has no rows") == calibrated
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, name: str, library: str, rates: dict[str, float]) -> None:
+    here = CpuClass(name=name, products={"few": library, "many": library}, rates=rates)
+    for place in ("options", "predict"):
+        monkeypatch.setattr(f"torchlake.scoring.{place}.cpu_class", lambda: here)
+
+
+def test_an_output_keeps_the_products_that_it_began_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(ROWS, tmp_path / "in" / "1.parquet")
+    on_a_cpu(monkeypatch, "one", "torch", {})
+    first = tl.predict(model, tmp_path / "in", tmp_path / "out", engine=tiny.Here()).record
+    assert first["fingerprint"]["products"] == {"few": "torch", "many": "torch"}
+    assert [each["cpu"] for each in first["environments"]] == ["one"]
+    pq.write_table(ROWS.slice(0, 5), tmp_path / "in" / "2.parquet")
+    on_a_cpu(monkeypatch, "other", "onednn", {})
+    scored = tl.predict(model, tmp_path / "in", tmp_path / "out", accept_new_input=True, engine=tiny.Here())
+    second = scored.record
+    assert (scored.rows_out, second["fingerprint"]) == (17, first["fingerprint"])
+    assert [each["cpu"] for each in second["environments"]] == ["one", "other"]
+    assert "matrix products by torch's default; it keeps them here, where the CPU's class (other)" in caplog.text
+    fresh = tl.predict(model, tmp_path / "in", tmp_path / "new", engine=tiny.Here()).record
+    assert fresh["fingerprint"]["products"] == {"few": "onednn", "many": "onednn"}
+    other = tl.predict(model, tmp_path / "in", tmp_path / "mine", runtime=fake_runtime, engine=tiny.Here()).record
+    assert "products" not in other["fingerprint"], "a function has its own"
+
+
+def test_an_output_of_a_version_without_products_is_continued(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_cpu(monkeypatch, "one", "onednn", {})
+    settings, _, _ = scoring_settings(model, None, {}, text=None)
+    earlier = {"model": settings.model_hash, "runtime": "varlen"}
+    assert products_of(settings, earlier) is None
+    assert products_of(settings, {**earlier, "model": "other"}) == {"few": "onednn", "many": "onednn"}
+    assert products_of(settings, {}) == {"few": "onednn", "many": "onednn"}
+
+
+@pytest.mark.parametrize(
+    ("rates", "rows", "why", "said"),
+    [
+        ({"openvino": 1.3, "onnx": 1.25}, 100_000, "default", True),
+        ({"openvino": 1.3}, 99_999, "default", False),
+        ({"openvino": 1.3}, 100_000, "requested", False),
+        ({"openvino": 1.19, "openvino_int8": 3.0}, 100_000, "default", False),
+        ({}, 100_000, "default", False),
+    ],
+    ids=["pays", "small", "requested", "not exact", "unknown"],
+)
+def test_a_large_table_says_where_optimizing_pays(
+    rates: dict[str, float],
+    rows: int,
+    why: str,
+    said: bool,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("openvino")
+    on_a_cpu(monkeypatch, "one", "torch", rates)
+    settings, _, choice = scoring_settings(model, None if why == "default" else "varlen", {}, text=None)
+    say_if_optimizing_pays(choice, settings, rows)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == said
+    assert not said or ("(one) 'openvino' is 1.3 times as fast" in lines[0] and "torchlake optimize" in lines[0])
+    module = plugins.load("runtimes", "openvino")
+    monkeypatch.setattr(module, "refusal", lambda folder: "the library is not installed")
+    caplog.clear()
+    say_if_optimizing_pays(choice, settings, rows)
+    assert not caplog.records, "only what can run here is known to help"
+
+
+def test_a_job_says_it_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("openvino")
+    on_a_cpu(monkeypatch, "one", "torch", {"openvino": 1.3})
+    monkeypatch.setattr("torchlake.scoring.options.LARGE_ROWS", len(ROWS))
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    for _ in range(2):
+        tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here())
+    assert [record.getMessage().count("torchlake optimize") for record in caplog.records] == [1]
+
+
+def fake_runtime(folder: Path, spec: TaskSpec, *, device: str):
+    return eager.load(folder, spec, device=device)
