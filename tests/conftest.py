@@ -74,9 +74,17 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of a run share one server of forks."""
-    if not hasattr(config, "workerinput"):
+    """The processes of a run share one server of forks, and the rewriting of assertions after a change.
+
+    Each begins to read the test files at another one, and finds what the others have compiled.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
         config.add_cleanup(forked.open_session().cleanup)
+    elif config.args == config.getini("testpaths"):
+        files = sorted(map(str, ROOT.rglob("test_*.py")))
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = files[first:] + files[:first]
 
 
 def pytest_report_header() -> str:
@@ -88,9 +96,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each module is one process's, with its fixtures; so are all tests of Spark, and all of Ray.
 
-    These two come first, and modules of many seconds before the others, so that no process is alone in the end.
+    These two come first, and modules of many seconds before the others, so that no process is alone in the end. The
+    order is that of names, in whichever one a process has read the modules.
     """
-    places = {}
+    places: dict[pytest.Item, tuple[int, str]] = {}
     for item in items:
         params = getattr(item, "callspec", None)
         words = [*getattr(item, "fixturenames", ()), *(params.params.values() if params else ())]
@@ -99,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = min(clusters, default=module)
         item.add_marker(pytest.mark.xdist_group(group))
         longest = next((place for place, name in enumerate(LONGEST) if module.startswith(name)), len(LONGEST))
-        places[item] = -1 if clusters else longest
+        places[item] = -1 if clusters else longest, module
     items.sort(key=places.__getitem__)
 
 

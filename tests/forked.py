@@ -161,12 +161,17 @@ def start(
 
 
 def run_script(
-    text: str, arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None, timeout: float = 240.0
+    text: str,
+    arguments: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    path: Sequence[str] | None = None,
+    timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `python -c text *arguments` does, in a fork."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start(
-            _script, text, list(arguments), environment=environment, files={1: out.fileno(), 2: err.fileno()}
+            _script, text, list(arguments), environment=environment, path=path, files={1: out.fileno(), 2: err.fileno()}
         )
         try:
             code = process.wait(timeout)

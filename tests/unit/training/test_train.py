@@ -15,6 +15,7 @@ from torch import nn
 
 import tiny
 import training_runs as runs
+from sweeps import sweep
 from torchlake.config import job as config
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
@@ -165,7 +166,7 @@ def test_a_key_is_checked(tmp_path: Path, tiny_bert: Path) -> None:
     assert "not unique" in refused.error
 
 
-@pytest.mark.parametrize("kind", ["arrow", "pandas", "polars"])
+@pytest.mark.parametrize("kind", sweep(["arrow", "pandas", "polars"], quick={"pandas"}))
 def test_frames_train_like_the_file_they_came_from(
     tmp_path: Path, tiny_bert: Path, finished: tuple[Path, dict[str, Any]], kind: str
 ) -> None:
