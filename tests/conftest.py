@@ -32,6 +32,7 @@ import hypothesis
 import pytest
 
 import forked
+import sweeps
 import tiny
 from torchlake import plugins
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
@@ -41,7 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
 # `make test` draws the same examples in every run, `make faults` others each time.
 hypothesis.settings.register_profile(
-    "torchlake", deadline=None, derandomize=not os.environ.get("TORCHLAKE_RANDOM_EXAMPLES")
+    "torchlake", deadline=None, derandomize=not sweeps.RANDOM, max_examples=sweeps.examples(100, quick=40)
 )
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}

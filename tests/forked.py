@@ -76,6 +76,8 @@ PRELOADED = (
     "tuning_runs",
 )
 "Imported, but not used before a fork: the threads that a library starts when it is used would not be in the fork."
+MAIN = "import sys; from torchlake.cli.main import main; sys.exit(main())"
+"The script that is the command line."
 _forking = False
 SERVER = "TORCHLAKE_TEST_FORKS"
 "Names the folder of the session's server: its socket, its lock and its log."

@@ -85,8 +85,7 @@ def test_a_task_of_an_installed_package_is_found_by_its_name(tmp_path: Path, tra
     (about / "entry_points.txt").write_text("[torchlake.tasks]\ntext_and_numbers = own_task:TextAndNumbers\n")
     pq.write_table(CASE.table(20), tmp_path / "in.parquet")
     command = ["predict", str(trained / "model"), str(tmp_path / "in.parquet"), str(tmp_path / "out"), "--key", "id"]
-    script = "import sys; from torchlake.cli.main import main; sys.exit(main())"
-    done = forked.run_script(script, command, path=[str(about.parent), *sys.path])
+    done = forked.run_script(forked.MAIN, command, path=[str(about.parent), *sys.path])
     assert done.returncode == 0, done.stderr
     given = tl.predict(trained / "model", CASE.table(20), prefix="p_", task=CASE.task)
     assert pq.read_table(tmp_path / "out")["label"].to_pylist() == given["p_label"].to_pylist()
