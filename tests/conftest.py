@@ -57,6 +57,7 @@ LONGEST = (
     "unit/scoring",
     "golden",
     "unit/tables",
+    "unit/tuning",
 )
 "Modules and folders in the order in which they begin; the others follow."
 REAL_STARTS = (

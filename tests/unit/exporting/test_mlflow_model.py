@@ -125,6 +125,7 @@ def test_mistakes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tl.log_model(tiny_model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_language_model_writes_its_texts(tiny_gpt2: Path) -> None:
     import mlflow

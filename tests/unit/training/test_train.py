@@ -216,6 +216,7 @@ def test_micro_batches_change_no_result(tmp_path: Path, finished: tuple[Path, di
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(run), abs=1e-5)
 
 
+@pytest.mark.slow  # beside fp16, in test_options.py
 def test_bf16_learns_about_the_same(tmp_path: Path, finished: tuple[Path, dict[str, Any]]) -> None:
     run, sections = finished
     runs.succeed(tmp_path / "run", sections, overrides=("train.precision=bf16",))
