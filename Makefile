@@ -83,7 +83,7 @@ gpu:
 faults: export TORCHLAKE_RANDOM_EXAMPLES = 1
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
-	$(BIN)/python -m pytest -m slow tests/unit tests/documents tests/examples tests/notebooks tests/gpu
+	$(BIN)/python -m pytest -m "slow or hypothesis" tests/unit tests/documents tests/examples tests/notebooks tests/gpu
 
 # The scripts of examples/migration before and after. Petastorm needs older libraries, so it has its own environment.
 migration: $(STAMP)

@@ -32,6 +32,7 @@ import hypothesis
 import pytest
 
 import forked
+import sweeps
 import tiny
 from torchlake import plugins
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
@@ -41,7 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
 # `make test` draws the same examples in every run, `make faults` others each time.
 hypothesis.settings.register_profile(
-    "torchlake", deadline=None, derandomize=not os.environ.get("TORCHLAKE_RANDOM_EXAMPLES")
+    "torchlake", deadline=None, derandomize=not sweeps.RANDOM, max_examples=sweeps.examples(100, quick=40)
 )
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
@@ -56,6 +57,7 @@ LONGEST = (
     "unit/scoring",
     "golden",
     "unit/tables",
+    "unit/tuning",
 )
 "Modules and folders in the order in which they begin; the others follow."
 REAL_STARTS = (
@@ -74,9 +76,17 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of a run share one server of forks."""
-    if not hasattr(config, "workerinput"):
+    """The processes of a run share one server of forks, and the rewriting of assertions after a change.
+
+    Each begins to read the test files at another one, and finds what the others have compiled.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
         config.add_cleanup(forked.open_session().cleanup)
+    elif config.args == config.getini("testpaths"):
+        files = sorted(map(str, ROOT.rglob("test_*.py")))
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = files[first:] + files[:first]
 
 
 def pytest_report_header() -> str:
@@ -88,9 +98,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each module is one process's, with its fixtures; so are all tests of Spark, and all of Ray.
 
-    These two come first, and modules of many seconds before the others, so that no process is alone in the end.
+    These two come first, and modules of many seconds before the others, so that no process is alone in the end. The
+    order is that of names, in whichever one a process has read the modules.
     """
-    places = {}
+    places: dict[pytest.Item, tuple[int, str]] = {}
     for item in items:
         params = getattr(item, "callspec", None)
         words = [*getattr(item, "fixturenames", ()), *(params.params.values() if params else ())]
@@ -99,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = min(clusters, default=module)
         item.add_marker(pytest.mark.xdist_group(group))
         longest = next((place for place, name in enumerate(LONGEST) if module.startswith(name)), len(LONGEST))
-        places[item] = -1 if clusters else longest
+        places[item] = -1 if clusters else longest, module
     items.sort(key=places.__getitem__)
 
 

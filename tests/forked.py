@@ -76,6 +76,8 @@ PRELOADED = (
     "tuning_runs",
 )
 "Imported, but not used before a fork: the threads that a library starts when it is used would not be in the fork."
+MAIN = "import sys; from torchlake.cli.main import main; sys.exit(main())"
+"The script that is the command line."
 _forking = False
 SERVER = "TORCHLAKE_TEST_FORKS"
 "Names the folder of the session's server: its socket, its lock and its log."
@@ -161,12 +163,17 @@ def start(
 
 
 def run_script(
-    text: str, arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None, timeout: float = 240.0
+    text: str,
+    arguments: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    path: Sequence[str] | None = None,
+    timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `python -c text *arguments` does, in a fork."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start(
-            _script, text, list(arguments), environment=environment, files={1: out.fileno(), 2: err.fileno()}
+            _script, text, list(arguments), environment=environment, path=path, files={1: out.fileno(), 2: err.fileno()}
         )
         try:
             code = process.wait(timeout)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import tiny
 import torchlake as tl
+from sweeps import examples
 from torchlake.display import LINES
 from torchlake.scoring.in_process import Model
 
@@ -208,7 +209,7 @@ def test_every_result_is_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RESULTS.keys() - {"Model"}))
-@settings(suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow], max_examples=examples(25, quick=8))
 @given(data=st.data())
 def test_whatever_it_holds_is_short_and_escaped(name: str, data: st.DataObject) -> None:
     check(data.draw(values_of(RESULTS[name])))

@@ -73,7 +73,7 @@ def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> No
     assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in seen)
 
 
-@pytest.mark.parametrize("name", sweep((name for name in NAMES if name != "single"), quick={"fsdp"}))
+@pytest.mark.parametrize("name", sweep((name for name in NAMES if name != "single"), quick=()))
 def test_it_trains_a_language_model_like_single(name: str, tmp_path: Path, tiny_gpt2: Path) -> None:
     """Packed blocks, and weights that are tied."""
     skip_where_it_cannot_run(name)

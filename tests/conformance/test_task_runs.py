@@ -76,7 +76,7 @@ def test_one_rank_gives_the_losses_of_the_golden_file(name: str, trained: Path) 
 
 
 @pytest.mark.usefixtures("trains")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", sweep(["ddp", "fsdp"], quick={"fsdp"}))
 def test_two_ranks_give_the_losses_of_one(tmp_path: Path, case: Case, base: Path, trained: Path, strategy: str) -> None:
     runs.succeed(tmp_path / "run", case.sections(tmp_path, base, strategy=strategy), task=case.task, ranks=2)
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(trained), abs=BETWEEN_STRATEGIES)

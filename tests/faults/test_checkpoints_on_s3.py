@@ -126,6 +126,7 @@ def test_a_rank_killed_in_its_upload_is_started_again(
     assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(
     tmp_path: Path, s3: S3Server, kept: dict[str, Any], sections: dict[str, Any], whole: Path
 ) -> None:

@@ -1,11 +1,14 @@
 """Damaged and odd tables end in rows or in an error of torchlake, whatever a library raises: draws of damages."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from damaged_tables import DAMAGES, KINDS, Damage, Tables
 from sweeps import sweep
+from torchlake.outputs import transaction
 
 DRAWS = st.builds(
     Damage,
@@ -17,8 +20,10 @@ DRAWS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
-    return Tables(tmp_path_factory.mktemp("damaged"))
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tables]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transaction, "PAUSE_S", 0.01)  # no other writer makes progress meanwhile
+        yield Tables(tmp_path_factory.mktemp("damaged"))
 
 
 @pytest.mark.parametrize("count", sweep([8, 2500], quick={8}))

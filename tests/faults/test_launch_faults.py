@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pids import gone, pid, wait_for
+from sweeps import sweep
 
 ROOT = Path(__file__).parents[2]
 NO_ORPHAN_S = 5.0
@@ -86,6 +87,7 @@ def assert_gone(numbers: list[int]) -> None:
     wait_for(lambda: all(map(gone, numbers)), seconds=NO_ORPHAN_S)
 
 
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 GROUP = """
 def train():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -138,7 +140,7 @@ def test_a_killed_launcher_leaves_no_rank_in_a_collective(launcher: Launcher) ->
     assert_gone(numbers)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("after_s", sweep([0.0, 0.02, 0.05, 0.1, 0.2], quick={0.0, 0.1}))
 def test_a_launcher_killed_while_it_starts_leaves_nothing(launcher: Launcher, after_s: float) -> None:
     launcher.start(GROUP)
     launcher.pids("launcher")
@@ -197,7 +199,7 @@ def test_a_killed_chunk_job_leaves_no_worker(launcher: Launcher) -> None:
     assert_gone(numbers)
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "status"), sweep(SIGNALS, quick=[(signal.SIGINT, 130)]))
 def test_a_signal_stops_a_chunk_job_within_five_seconds(launcher: Launcher, signum: int, status: int) -> None:
     launcher.start(
         """
@@ -285,7 +287,7 @@ def test_the_stacks_of_the_other_ranks_are_shown(launcher: Launcher) -> None:
     assert "rank 1 failed with ValueError: the cause" in launcher.said()
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "status"), sweep(SIGNALS, quick=[(signal.SIGTERM, 143)]))
 def test_ranks_may_finish_after_a_signal(launcher: Launcher, signum: int, status: int) -> None:
     launcher.start(
         """

@@ -38,14 +38,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **variables: str) -> Any:
-    return subprocess.run(
-        [sys.executable, "-c", MAP, json.dumps(job, default=str)],
-        env=scoring_runs.environment(failpoint, once, variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return scoring_runs.run(MAP, [json.dumps(job, default=str)], failpoint=failpoint, once=once, **variables)
 
 
 def assert_exactly_once(output: Path, texts: list[str]) -> None:

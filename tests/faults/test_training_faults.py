@@ -88,7 +88,7 @@ def durable_sites(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, 
             "best.rename:1",
             "model.rename:1",
         ],
-        quick=["checkpoint.rename:1", "best.rename:1", "model.rename:1"],
+        quick=["checkpoint.rename:1", "model.rename:1"],
     ),
 )
 def test_a_kill_while_something_is_written(
@@ -173,7 +173,7 @@ def test_a_kill_at_every_durable_step(
             ("checkpoint.state.write:2", 8),
             ("best.model.write:1", 11),
         ],
-        quick=[("rank0.step:5", 6), ("rank0.validate:1", 9), ("checkpoint.state.write:2", 8)],
+        quick=[("rank0.validate:1", 9)],
     ),
 )
 def test_sigterm_saves_and_says_143(

@@ -188,7 +188,9 @@ def test_it_can_be_silenced(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     ("columns", "last"),
     [
         (120, r"4,000/4,000 steps in 0:\d\d loss 0.412 macro_f1 0.913 best at step 3,501"),
-        (80, r"4,000/4,000 steps in 0:\d\d loss 0.412 macro_f1 0.913 best at step 3,501"),
+        pytest.param(
+            80, r"4,000/4,000 steps in 0:\d\d loss 0.412 macro_f1 0.913 best at step 3,501", marks=pytest.mark.slow
+        ),
         (40, r"train 4,000/4,000 in 0:\d\d loss 0.412"),
     ],
 )

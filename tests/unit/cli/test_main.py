@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sweeps import sweep
 from torchlake import errors, logs
 from torchlake.cli import display
 from torchlake.cli import main as cli
@@ -413,7 +414,11 @@ DETAIL, STEP, WARNING, BAR = "a detail", "a step", "a warning", "verify: 3/3"
 
 @pytest.mark.parametrize("where", ["here", "in a child"])
 @pytest.mark.parametrize(
-    ("flags", "shown"), [([], {WARNING, BAR}), (["--quiet"], set()), (["--verbose"], {DETAIL, STEP, WARNING, BAR})]
+    ("flags", "shown"),
+    sweep(
+        [([], {WARNING, BAR}), (["--quiet"], set()), (["--verbose"], {DETAIL, STEP, WARNING, BAR})],
+        quick=[(["--quiet"], set()), (["--verbose"], {DETAIL, STEP, WARNING, BAR})],
+    ),
 )
 def test_quiet_and_verbose_hold_for_this_process_and_its_children(
     tmp_path: Path, where: str, flags: list[str], shown: set[str]

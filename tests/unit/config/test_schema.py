@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
+from sweeps import examples
 from torchlake.cli.main import main
 from torchlake.config.job import SECTIONS, Job, load_job
 from torchlake.config.schema import job_schema
@@ -150,7 +151,7 @@ VALUES = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, quick=100))
 @given(
     st.sampled_from(PLACES),
     st.one_of(

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import mlflow
 import pandas as pd
 import pytest
 import yaml
@@ -39,6 +38,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
+    import mlflow
+
     mlflow.set_tracking_uri(uri)
     return uri
 
@@ -46,6 +47,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_predictions_in_a_fresh_process_are_those_of_predict(tiny_model: Path, tmp_path: Path) -> None:
+    import mlflow
+
     rows = pd.DataFrame({"text": TEXTS})
     rows.to_parquet(tmp_path / "rows.parquet")
     with mlflow.start_run() as run:
@@ -65,6 +68,8 @@ def test_predictions_in_a_fresh_process_are_those_of_predict(tiny_model: Path, t
 
 @pytest.mark.usefixtures("store")
 def test_nothing_in_it_is_a_pickle_and_no_code_of_the_model(tiny_model: Path) -> None:
+    import mlflow
+
     logged = tl.log_model(tiny_model, name="reviews")
     folder = Path(mlflow.artifacts.download_artifacts(logged.model_uri))
     flavor = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]["python_function"]
@@ -78,6 +83,8 @@ def test_nothing_in_it_is_a_pickle_and_no_code_of_the_model(tiny_model: Path) ->
 
 @pytest.mark.usefixtures("store")
 def test_it_takes_frames_lists_and_columns_and_keeps_the_index(tiny_model: Path) -> None:
+    import mlflow
+
     logged = tl.log_model(tiny_model, text="review", prefix="p_")
     loaded = mlflow.pyfunc.load_model(logged.model_uri)
     frame = pd.DataFrame({"review": ["a good film", "bad"]}, index=[7, 3])
@@ -95,6 +102,8 @@ def test_it_takes_frames_lists_and_columns_and_keeps_the_index(tiny_model: Path)
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_model_of_pairs_takes_frames_of_both_columns(tiny_bert: Path, tmp_path: Path) -> None:
+    import mlflow
+
     spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
     folder = tiny.build_model(tmp_path / "pairs", encoder=tiny_bert, spec=spec)
     logged = tl.log_model(folder, text="q")
@@ -116,8 +125,11 @@ def test_mistakes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tl.log_model(tiny_model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_language_model_writes_its_texts(tiny_gpt2: Path) -> None:
+    import mlflow
+
     logged = tl.log_model(tiny_gpt2)
     assert logged.signature is not None
     answers = mlflow.pyfunc.load_model(logged.model_uri).predict(pd.DataFrame({"text": ["a good", None]}))

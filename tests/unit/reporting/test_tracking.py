@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from wandb.proto.wandb_internal_pb2 import Record
 
 import torchlake as tl
 import training_runs as runs
@@ -55,8 +53,10 @@ def tensorboard_curve(run: Path, name: str) -> list[tuple[int, float]]:
     ]
 
 
-def client_and_run(run: Path, store: str) -> tuple[MlflowClient, Any]:
+def client_and_run(run: Path, store: str) -> tuple[Any, Any]:
     """The client of the run's MLflow store, and the one MLflow run in it."""
+    from mlflow import MlflowClient
+
     client = MlflowClient(tracking_uri=tracking._uri(store))
     experiment = client.get_experiment_by_name("torchlake")
     assert experiment is not None
@@ -233,6 +233,8 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
 
 def wandb_curve(run: Path, name: str) -> list[tuple[int, float]]:
     """A metric in the offline files of all attempts, as `wandb sync` would send them, in order."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     points = []
     for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         for data in leveldb_records(path.read_bytes()[7:]):

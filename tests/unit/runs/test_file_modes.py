@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake import atomic_io
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import prepare_runtime
@@ -25,7 +26,7 @@ def set_umask() -> None:
     os.umask(int(os.environ[UMASK]))
 
 
-@pytest.fixture(params=UMASKS, ids=oct)
+@pytest.fixture(params=[pytest.param(0o022, marks=pytest.mark.slow), 0o077], ids=oct)
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param
@@ -42,7 +43,7 @@ def assert_usual(folder: Path, umask: int) -> None:
     assert unusual == {}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", sweep([False, True], quick={True}))
 def test_train(umask: int, lora: bool, tmp_path: Path, tiny_bert: Path) -> None:
     """The run folder: checkpoints, model, adapter, report, tokens, logs."""
     sections = runs.job(tmp_path / "in", tiny_bert)

@@ -259,7 +259,9 @@ print(json.dumps([name for name in ("transformers", "pandas", "pydantic", "torch
 """
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["load", "predict"])
+@pytest.mark.parametrize(
+    "stored", [pytest.param(False, id="load", marks=pytest.mark.slow), pytest.param(True, id="predict")]
+)
 def test_the_first_answer_waits_for_no_library_but_torch(tiny_model: Path, tmp_path: Path, stored: bool) -> None:
     source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film"])
     arguments = [str(tiny_model), *([str(source), str(tmp_path / "out")] if stored else [])]

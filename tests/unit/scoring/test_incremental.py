@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.utils.config import Config
 
+import forked
 import tiny
 import torchlake as tl
 from sweeps import sweep
@@ -110,10 +109,8 @@ def test_a_killed_call_is_continued_after_the_table_has_moved_on(tiny_model: Pat
     add(source, 0, 10)
     score(tiny_model, source, out)
     add(source, 10, 20)
-    variables = {**os.environ, "TORCHLAKE_FAILPOINT": f"{site}:1:kill9", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", CALL, tiny_model, source, out], env=variables, timeout=240, check=False
-    )
+    variables = {**os.environ, "TORCHLAKE_FAILPOINT": f"{site}:1:kill9"}
+    done = forked.run_script(CALL, [str(tiny_model), str(source), str(out)], environment=variables)
     assert done.returncode == -signal.SIGKILL
     add(source, 20, 25)
     score(tiny_model, source, out)

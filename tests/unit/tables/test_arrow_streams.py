@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forked
 import tiny
 import torchlake as tl
 import training_runs as runs
@@ -215,9 +214,9 @@ tl.predict(model, rows, output, key="id", chunk_rows=10, engine=tiny.Here())
 def test_a_killed_job_continues_with_the_same_rows(tmp_path: Path, tiny_model: Path, site: str, scored: int) -> None:
     rows, output = tiny.reviews(ROWS), tmp_path / "out" / "scored"
     pq.write_table(rows, tmp_path / "reviews.parquet")
-    command = [sys.executable, "-c", KILLED, str(tiny_model), str(tmp_path / "reviews.parquet"), str(output)]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHLAKE_FAILPOINT": f"{site}:kill9"}
-    killed = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    given = [str(tiny_model), str(tmp_path / "reviews.parquet"), str(output)]
+    variables = {**os.environ, "TORCHLAKE_FAILPOINT": f"{site}:kill9"}
+    killed = forked.run_script(KILLED, given, environment=variables)
     assert killed.returncode == -9, killed.stderr
     assert not output.exists()
     if scored < ROWS:  # other rows do not continue it

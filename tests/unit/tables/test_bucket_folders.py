@@ -18,6 +18,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from s3_server import BUCKET, S3Server
+from sweeps import sweep
 from torchlake.errors import OutputError, TableError, UnsafeError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -152,7 +153,7 @@ def test_a_folder_with_rows_takes_no_output(other: str, s3: S3Server, tmp_path: 
         mapped(tmp_path / "in.parquet", f"s3://{BUCKET}/full")
 
 
-@pytest.mark.parametrize("name", ["scored", "scored.v2", "scored.parquet"])
+@pytest.mark.parametrize("name", sweep(["scored", "scored.v2", "scored.parquet"], quick={"scored.v2"}))
 def test_an_output_is_the_next_input_with_its_committed_rows_alone(name: str, s3: S3Server, tmp_path: Path) -> None:
     url, again = f"s3://{BUCKET}/{name}", tmp_path / "again"
     (tmp_path / "in.parquet").write_bytes(rows(1, 2, 3))

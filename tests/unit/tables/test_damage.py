@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import lines, scanning
 from torchlake.tables.formats.layout import storage_type
@@ -21,7 +22,7 @@ from torchlake.tables.formats.streams import Dialect, TextRanges
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import open_table
 
-thorough = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+thorough = settings(max_examples=examples(400, quick=120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 NO_QUOTES = st.text(st.sampled_from("ab é\t'\\;0"), max_size=6)
 ENDS = st.sampled_from(["\n", "\n", "\r\n"])
 

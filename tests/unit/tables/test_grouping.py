@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.errors import StorageError
 from torchlake.outputs.grouping import grouped
 from torchlake.outputs.parts import Part, PartFolder
@@ -140,7 +141,7 @@ def test_the_values_of_partitions_are_read_by_delta(tmp_path: Path, name: str) -
     assert found.equals(rows)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40, quick=20))
 @example(values=[(float("nan"), None), (float("nan"), "")], cut=1)
 @example(values=[(0.0, None), (-0.0, None), (0.0, None)], cut=2)
 @given(

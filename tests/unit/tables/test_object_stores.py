@@ -21,6 +21,7 @@ from botocore.exceptions import EndpointConnectionError
 from pyiceberg.catalog.sql import SqlCatalog
 
 import azure_server
+import forked
 import gcs_server
 import hub_server
 import s3_server
@@ -66,9 +67,7 @@ def read(*sources: str, home: Path, **environment: str) -> list[dict[str, Any]]:
     """The rows of each source as a new process reads them, or its error; there are no credentials but those given."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK"))}
     variables = {**ours, "HOME": str(home), "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", READ, *sources], env=variables, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forked.run_script(READ, sources, environment=variables)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -116,10 +115,8 @@ def test_a_delta_table_of_s3_is_scored_like_a_local_one(s3: S3Server, tmp_path: 
     outputs = []
     for table in (f"s3://{BUCKET}/reviews", str(tmp_path / "reviews")):
         outputs.append(tmp_path / f"scored-{len(outputs)}")
-        command = [sys.executable, "-m", "torchlake", "predict", str(tiny_model), table, str(outputs[-1]), "--key=id"]
-        done = subprocess.run(
-            command, env={**os.environ, **s3.environment}, capture_output=True, text=True, timeout=240, check=False
-        )
+        command = ["predict", str(tiny_model), table, str(outputs[-1]), "--key=id"]
+        done = forked.run_script(forked.MAIN, command, environment={**os.environ, **s3.environment})
         assert done.returncode == 0, done.stderr
     remote, local = (pq.read_table(output, columns=["id", "label", "error"]) for output in outputs)
     assert remote.equals(local)
@@ -133,7 +130,7 @@ def test_files_of_google_cloud_storage_are_read(gcs: dict[str, str], tmp_path: P
         f"    with fsspec.open(f'gs://{gcs_server.BUCKET}/in/{{name}}.parquet', 'wb') as file:\n"
         "        pq.write_table(pa.table({'x': ids}), file)\n"
     )
-    subprocess.run([sys.executable, "-c", write], env={**os.environ, **gcs}, check=True, timeout=120)
+    assert forked.run_script(write, environment={**os.environ, **gcs}).returncode == 0
     bucket = f"gs://{gcs_server.BUCKET}"
     *found, missing = read(f"{bucket}/in", f"{bucket}/in/*.parquet", f"{bucket}/in/a.parquet", "gs://none/in",
                            home=tmp_path, **gcs)  # fmt: skip

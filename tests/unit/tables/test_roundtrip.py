@@ -14,13 +14,16 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
 quick = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(40, quick=20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\",\n\r\t 'é🙂\0"), max_size=6)
 NAMES = st.lists(

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from folder_writes import write_transaction
+from sweeps import examples
 from torchlake.errors import FingerprintError
 from torchlake.outputs.compatibility import AllowedChanges
 from torchlake.outputs.parts import part_name
@@ -62,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(["parquet", "jsonl", "csv"]),
     chunk_rows=st.integers(1, 300),

@@ -18,6 +18,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.errors import TableError, UsageError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import streams
@@ -51,7 +52,7 @@ def rows_of(
 TEXTS = st.text(st.sampled_from("ab ,;\"'\n\r\té€"), max_size=8)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=30),
     compression=st.sampled_from([None, *COMPRESS]),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.errors import FingerprintError, TableError
 from torchlake.storage.spread import in_process
 from torchlake.tables.chunks import plan_chunks
@@ -23,7 +24,7 @@ from torchlake.tables.keys import row_ids
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
-quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(80, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\",\n\r\t 'é🙂\0"), max_size=12)
 
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import torchlake
 from interleaving import Writer
+from sweeps import sweep
 from transactions import MODES, SOURCES, Job, Model, Planned, make_sources
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -33,6 +34,7 @@ JOBS = {
     )
     for kind, modes in MODES.items()
 }
+SOME_QUICK = sweep(MODES, quick={"folder", "table in a store"})
 MACHINE = st.sampled_from(["one", "one", "two"])
 SOURCE = Path(torchlake.__file__).parent
 OTHERS = ("iceberg", "hub")
@@ -149,7 +151,7 @@ def stops(kind: str, sources: dict[str, Planned], job: Job) -> list[tuple[str, .
     return found
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", SOME_QUICK)
 @pytest.mark.parametrize("examples", [12, pytest.param(3000, marks=pytest.mark.slow)])
 def test_whatever_happens_each_row_is_there_once(kind: str, examples: int, sources: dict[str, Planned]) -> None:
     seen: set[int] = set()
@@ -165,7 +167,7 @@ def test_whatever_happens_each_row_is_there_once(kind: str, examples: int, sourc
     assert len(seen) >= 0.7 * examples, "different interleavings: more than 10,000 of all kinds of outputs"
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", SOME_QUICK)
 def test_a_job_that_ends_anywhere_goes_on(kind: str, sources: dict[str, Planned]) -> None:
     """It is killed at each stop, or fails there; then it completes, and computes no finished chunk again."""
     job = Job(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sweeps import examples
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -104,7 +105,7 @@ def selected(text: str, table: pa.Table) -> list[bool | None]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300, quick=100))
 @given(rows=ROWS, text=CONDITIONS)
 def test_a_condition_is_true_false_and_null_where_duckdb_says_so(rows: list[tuple[Any, ...]], text: str) -> None:
     table = table_of(rows)
@@ -112,7 +113,7 @@ def test_a_condition_is_true_false_and_null_where_duckdb_says_so(rows: list[tupl
     assert selected(text, table) == [found for (found,) in by_duckdb]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300, quick=100))
 @given(groups=st.lists(ROWS, min_size=1, max_size=3), text=CONDITIONS, unknown=st.sets(st.sampled_from(sorted(TYPES))))
 def test_statistics_allow_everything_that_occurs(
     groups: list[list[tuple[Any, ...]]], text: str, unknown: set[str]
@@ -135,7 +136,7 @@ def bounds_of(tables: list[pa.Table], name: str) -> Bounds:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40, quick=20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS, text=CONDITIONS, group=st.integers(1, 4), chunk=st.integers(1, 5))
 def test_the_rows_of_a_parquet_file_are_those_of_duckdb(
     tmp_path: Path, rows: list[tuple[Any, ...]], text: str, group: int, chunk: int

@@ -282,6 +282,7 @@ def test_every_runtime_computes_a_dense_module(tmp_path: Path, runtime: str) -> 
     assert cosines.min() > (1 - 1e-5 if runtime in EXACT else 0.97)
 
 
+@pytest.mark.slow
 def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
     write_layout(encoder, {"pooling_mode": "mean"})
     table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})

@@ -28,17 +28,19 @@ def test_the_losses_are_those_of_fp32_and_of_autocast(
 ) -> None:
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
-    sections = runs.job(tmp_path, tiny_bert, epochs=2, strategy="single")
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy="single")
     runs.succeed(tmp_path / "fp32", sections)
-    runs.succeed(tmp_path / "one", sections, overrides=("train.precision=bf16_weights",))
     runs.succeed(tmp_path / "autocast", sections, overrides=("train.precision=bf16",))
+    if strategy != "single":
+        runs.succeed(tmp_path / "one", sections, overrides=("train.precision=bf16_weights",))
     sections["train"] |= {"strategy": strategy, "precision": "bf16_weights"}
     runs.succeed(tmp_path / "run", sections, ranks=ranks)
     found = runs.losses(tmp_path / "run")
     assert found not in (runs.losses(tmp_path / "fp32"), runs.losses(tmp_path / "autocast"))
     assert found == pytest.approx(runs.losses(tmp_path / "fp32"), abs=BESIDE_FP32)
     assert found == pytest.approx(runs.losses(tmp_path / "autocast"), abs=BESIDE_FP32)
-    assert found == pytest.approx(runs.losses(tmp_path / "one"), abs=BETWEEN_RANKS)
+    if strategy != "single":
+        assert found == pytest.approx(runs.losses(tmp_path / "one"), abs=BETWEEN_RANKS)
     weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     rounded = {name for name, each in weights.items() if torch.equal(each, each.to(torch.bfloat16).float())}
@@ -47,10 +49,10 @@ def test_the_losses_are_those_of_fp32_and_of_autocast(
 
 @pytest.mark.parametrize("strategy", sweep(["single", "fsdp"], quick=["single"]))
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
-    sections = runs.job(tmp_path, tiny_bert, strategy=strategy, precision="bf16_weights")
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy=strategy, precision="bf16_weights")
     ranks = 1 if strategy == "single" else 2
     stopped = runs.attempt(
-        tmp_path / "run", sections, ranks=ranks, failpoint="rank0.step:8:raise", overrides=("train.max_restarts=0",)
+        tmp_path / "run", sections, ranks=ranks, failpoint="rank0.step:5:raise", overrides=("train.max_restarts=0",)
     )
     assert stopped.exit_code == 70
     runs.succeed(tmp_path / "run", sections, ranks=ranks)

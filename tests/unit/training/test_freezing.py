@@ -57,7 +57,7 @@ def test_words_numbers_and_patterns_name_the_parameters(tmp_path: Path, family: 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    sweep([("single", 1), ("ddp", 2), ("fsdp", 2), ("deepspeed", 2)], quick=[("single", 1), ("fsdp", 2)]),
+    sweep([("single", 1), ("ddp", 2), ("fsdp", 2), ("deepspeed", 2)], quick=[("fsdp", 2)]),
 )
 @pytest.mark.parametrize("precision", sweep(["fp32", "bf16_weights"], quick=["bf16_weights"]))
 def test_what_is_frozen_stays_to_the_bit(

@@ -70,7 +70,7 @@ WAYS = ["fsdp", "ddp"]
 
 @pytest.mark.parametrize(
     ("kind", "name", "lora", "strategy"),
-    sweep([(*case, way) for case in CASES for way in WAYS], quick=[(*CASES[0], "fsdp"), (*CASES[-1], "fsdp")]),
+    sweep([(*case, way) for case in CASES for way in WAYS], quick=[(*CASES[0], "fsdp")]),
 )
 def test_every_rank_starts_with_the_weights_of_single(
     kind: Any, name: str, lora: bool, strategy: str, tmp_path: Path

@@ -100,6 +100,7 @@ def test_a_run_that_lost_its_patience_is_not_longer(tmp_path: Path, tiny_bert: P
     assert "its validations no longer improved (train.patience=1)" in refused.error
 
 
+@pytest.mark.slow
 def test_checkpoints_elsewhere_continue_too(tmp_path: Path, tiny_bert: Path) -> None:
     sections: dict[str, Any] = runs.job(tmp_path, tiny_bert, epochs=1, checkpoint_folder=str(tmp_path / "kept"))
     runs.succeed(tmp_path / "run", sections)

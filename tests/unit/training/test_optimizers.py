@@ -15,7 +15,7 @@ from torch import nn
 import families
 import tiny
 import training_runs as runs
-from sweeps import sweep
+from sweeps import examples, sweep
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, MissingExtra
 from torchlake.optim import optimizers
@@ -160,7 +160,7 @@ def test_a_model_without_layers_has_no_layer_decay() -> None:
 SCHEDULES = st.sampled_from(["linear", "cosine", "constant", "wsd"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200, quick=60))
 @given(
     name=SCHEDULES,
     total=st.integers(1, 400),

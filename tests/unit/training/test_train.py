@@ -15,6 +15,7 @@ from torch import nn
 
 import tiny
 import training_runs as runs
+from sweeps import sweep
 from torchlake.config import job as config
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
@@ -165,7 +166,7 @@ def test_a_key_is_checked(tmp_path: Path, tiny_bert: Path) -> None:
     assert "not unique" in refused.error
 
 
-@pytest.mark.parametrize("kind", ["arrow", "pandas", "polars"])
+@pytest.mark.parametrize("kind", sweep(["arrow", "pandas", "polars"], quick={"pandas"}))
 def test_frames_train_like_the_file_they_came_from(
     tmp_path: Path, tiny_bert: Path, finished: tuple[Path, dict[str, Any]], kind: str
 ) -> None:
@@ -215,6 +216,7 @@ def test_micro_batches_change_no_result(tmp_path: Path, finished: tuple[Path, di
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(run), abs=1e-5)
 
 
+@pytest.mark.slow  # beside fp16, in test_options.py
 def test_bf16_learns_about_the_same(tmp_path: Path, finished: tuple[Path, dict[str, Any]]) -> None:
     run, sections = finished
     runs.succeed(tmp_path / "run", sections, overrides=("train.precision=bf16",))
