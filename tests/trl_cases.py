@@ -33,7 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "orpo_messages": {"optimizer": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0, "loss": "orpo", "beta": 0.2},
 }
 "The rate is constant, and a step takes all rows. adamw: no decay; sgd: no momentum."
-SUBJECTS = "the king,a good friend,the old city,your brother,a long winter,the first law,her voice,the sea".split(",")
+SUBJECTS = ("the king", "a good friend", "the old city", "your brother", "a long winter", "the first law")
+SUBJECTS += ("her voice", "the sea")
 QUESTIONS = ("What is {}?", "Who speaks of {} and why?", "Tell me more about {}, in a few words.", "Where was {}?")
 ANSWERS = (
     "It is {} and nothing else.",
@@ -82,11 +83,12 @@ def rows_of(case: str) -> list[Row]:
     names = ("completion",) if case.startswith("sft") else ("chosen", "rejected")
     rows = []
     for number in range(10):
-        asked, said = conversation(number)[:-1], [answer(number), answer(2 * number + 1)]
+        asked = conversation(number)[:-1]
+        said = dict(zip(names, (answer(number), answer(2 * number + 1)), strict=False))
         if case.endswith("messages"):
-            row = {"prompt": asked, **{name: [turn("assistant", text)] for name, text in zip(names, said, strict=False)}}
+            row = {"prompt": asked, **{name: [turn("assistant", text)] for name, text in said.items()}}
         else:
-            row = {"prompt": asked[-1]["content"], **{name: f" {text}" for name, text in zip(names, said, strict=False)}}
+            row = {"prompt": asked[-1]["content"], **{name: f" {text}" for name, text in said.items()}}
         rows.append(row)
     return rows
 

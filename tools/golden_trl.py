@@ -34,6 +34,7 @@ def main() -> None:
         environment = {**os.environ, INSIDE: "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
         raise SystemExit(subprocess.run([str(python), __file__, *cases], env=environment, check=False).returncode)
     import torch
+
     import trl_cases
 
     torch.set_num_threads(1)
@@ -87,9 +88,10 @@ def train(
     family: str, settings: dict[str, Any], rows: list[dict[str, Any]], steps: int, *, packing: bool = False
 ) -> list[float]:
     """The losses of TRL's trainer for such settings, as its `compute_loss` returns them."""
-    import trl_cases
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import trl_cases
 
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:

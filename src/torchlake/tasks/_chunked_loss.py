@@ -1,6 +1,7 @@
 """Cross entropy of a language model without the logits of a whole micro-batch.
 
-    hidden states (T, H) -> chunks of tokens: logits -> loss -> gradients of the hidden states and of the head's weight
+    hidden states (T, H) at the targets' places -> chunks of them: logits -> loss -> gradients of the hidden states and
+                                                                       of the head's weight
 
 16,384 tokens and 128,000 words have logits of 4 GiB in bf16; the loss adds fp32 copies and gradients, 27 GiB in all. In
 chunks only the largest chunk counts. The gradients are computed in the forward pass, as Liger's kernel does (Hsu et al.
@@ -21,10 +22,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from torchlake.loss import CHUNK_BYTES
+from torchlake.loss import CHUNK_BYTES, SMALL_BYTES
 from torchlake.models.probes import evaluating
 
-NO_TARGET = -100
 AGREEMENT = 1e-5
 "The relative tolerance for the logits of a row in fp32, and for its loss."
 
@@ -84,7 +84,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss += summed
                 if hidden_grad is not None:
                     hidden_grad[first : first + size] = grad @ cast
-                if weight_grad is not None:
+                if weight_grad is not None and weight_grad.dtype == dtype:
+                    weight_grad.addmm_(grad.T, part)
+                elif weight_grad is not None:
                     weight_grad += grad.T @ part
                 if bias_grad is not None:
                     bias_grad += grad.sum(0, dtype=torch.float32)
@@ -109,12 +111,9 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, after: AfterHead) -> tup
     """Return the summed loss (), fp32, of logits (T, V) before `after`, and its gradient (T, V) in their dtype."""
     final = after.apply(logits.float())
     logs = functional.log_softmax(final, dim=-1)
-    learned = targets != NO_TARGET
-    places = torch.where(learned, targets, 0)[:, None]
-    loss = -(logs.gather(1, places)[:, 0] * learned).sum()
+    loss = -logs.gather(1, targets[:, None]).sum()
     grad = logs.exp_()
-    grad.scatter_add_(1, places, grad.new_full(places.shape, -1.0))
-    grad *= learned[:, None]
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
     if after.cap is not None:
         grad *= 1 - (final / after.cap) ** 2
     if after.factor != 1:
@@ -130,7 +129,7 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
     way that is not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
     """
     head = _head(model)
-    if head is None or tokens * head.out_features * 4 <= CHUNK_BYTES:
+    if head is None or tokens * head.out_features * 4 <= min(SMALL_BYTES, CHUNK_BYTES):
         return None
     with torch.no_grad(), evaluating(model):
         found = _find_after_head(model, head, row, forward)
@@ -139,9 +138,10 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
         after, logits = found
         before = model.forward, head.forward
         _replace(model, head, after, _terms)
-        targets = torch.cat([row[:, 1:], torch.full_like(row[:, :1], NO_TARGET)], dim=1)
-        expected = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum")
-        same = torch.isclose(model(input_ids=row, targets=targets, **forward), expected, rtol=AGREEMENT, atol=0)
+        targets, places = row[0, 1:], torch.arange(row.shape[1] - 1)
+        expected = functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum")
+        found_loss = model(input_ids=row, targets=targets, places=places, **forward)
+        same = torch.isclose(found_loss, expected, rtol=AGREEMENT, atol=0)
         model.forward, head.forward = before  # type: ignore[method-assign]
         return after if same else None
 
@@ -149,11 +149,10 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
 def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False, each: bool = False) -> None:
     """Let `model` return its loss if its forward pass gets `targets`; `after` is what `find` returned.
 
-    With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
-    fp32; without, it works as before. `compiled`: compile the pointwise part. The model may be on the meta device.
-
-    `each`: with `targets` (n,) and `places` (n,), numbers of positions in the flattened batch, it returns the
-    log-probability (n,) of each target after its position, in fp32; logits are computed only there.
+    With `targets` (n,) int64 and `places` (n,), numbers of positions in the flattened batch, `model(...)` returns the
+    loss () summed over the targets in fp32, or with `each` the log-probability (n,) of each; it computes logits only at
+    those places. Without targets it works as before. `compiled`: compile the pointwise part of the summed loss. The
+    model may be on the meta device.
     """
     head = _head(model)
     assert head is not None, "find() returned the computation after its head"
@@ -232,14 +231,14 @@ def _replace(
             call.targets = call.places = call.loss = None
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-        if call.targets is None:
+        if call.targets is None or call.places is None:
             return head_forward(hidden)
-        states, targets, learning = hidden.flatten(0, 1), call.targets.flatten(), torch.is_grad_enabled()
+        states = hidden.flatten(0, 1).index_select(0, call.places)
         if each:
-            call.loss = _log_probabilities(states[call.places], targets, head, after)
+            call.loss = _log_probabilities(states, call.targets, head, after)
             return call.loss.sum().expand(1, 1, 1)
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            states, head.weight, head.bias, targets, after, terms, learning
+            states, head.weight, head.bias, call.targets, after, terms, torch.is_grad_enabled()
         )
         call.loss = loss
         return loss.expand(1, 1, 1)

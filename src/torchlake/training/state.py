@@ -28,6 +28,7 @@ from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.load import TaskSpec
 from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
+from torchlake.tasks import NO_TARGET
 from torchlake.training.model import kernels
 from torchlake.training.rows import Rows
 
@@ -220,7 +221,10 @@ class TrainState:
                 options["position_ids"] = options["position_ids"].reshape(1, -1)
         targets = self.task.targets(ids, mask)
         batch = {"input_ids": packing.input_ids_of(ids), MASK: seen, **options}
-        return ({**batch, "targets": targets} if self.chunked else batch), targets, bool(options)
+        if self.chunked:  # found here, where it does not make the host wait for the device
+            places = np.flatnonzero(targets != NO_TARGET)
+            batch |= {"places": places, "targets": targets.ravel()[places]}
+        return batch, targets, bool(options)
 
     def _paired_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
         arrays, with_prompts = rows.table.arrays, self.spec.preference["loss"] == "orpo"
