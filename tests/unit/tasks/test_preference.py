@@ -24,6 +24,7 @@ from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.task_spec import RowOptions, TaskSpec
 from torchlake.data import pairs
 from torchlake.data.batching import Ragged, offsets_of
+from torchlake.data.copies import divide
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import load
 from torchlake.preparation.problem import draft_spec
@@ -302,6 +303,18 @@ def test_settings_that_contradict_are_refused_first(data: dict[str, Any], train:
         )
 
 
+def test_pairs_of_a_prompt_stay_on_one_side() -> None:
+    job = load_job(
+        None, data={"train": "t", "text": "p", **BOTH}, model={"base": "m", "task": "text_generation"}, train={}
+    )
+    prompts = np.arange(40, dtype=np.uint64) % 10
+    hashes = np.column_stack([prompts, *np.random.default_rng(0).integers(0, 2**60, (3, 40), dtype=np.uint64)])
+    training, held_out = divide(job, None, hashes)
+    assert held_out is not None
+    assert len(held_out) == 4
+    assert not set(prompts[training]) & set(prompts[held_out])
+
+
 def sections(folder: Path, base: Path, **train: Any) -> dict[str, Any]:
     """A job over 32 pairs; `train` may have the loss."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -423,3 +436,12 @@ def test_low_rank_adapters_learn_relative_to_their_base(tmp_path: Path, base: Pa
     losses = runs.losses(tmp_path / "run")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_chunks_of_the_head_change_no_loss(tmp_path: Path, base: Path, ranks: int, strategy: str) -> None:
+    runs.succeed(tmp_path / "one", sections(tmp_path / "a", base))
+    job = sections(tmp_path / "a", base, strategy=strategy)
+    runs.succeed(tmp_path / "chunks", job, ranks=ranks, stub=runs.small_chunks)
+    assert runs.losses(tmp_path / "chunks") == pytest.approx(runs.losses(tmp_path / "one"), rel=1e-4)
