@@ -45,8 +45,8 @@ def divide(job: Job, classes: np.ndarray | None, hashes: Words) -> Division:
     """Divide the rows of a training table as `data.validation` and `data.deduplicate` say.
 
     `hashes` (N, C + 1) are those of the input columns and of the target, `classes` (N,) int64 those of a stratified
-    split. Rows with the same inputs, or pairs of answers to the same prompt, stay on one side; `deduplicate` leaves out rows whose inputs and target an earlier
-    row has. Raises the errors of `hold_out`.
+    split. Rows with the same inputs, or pairs of answers to the same prompt, stay on one side; `deduplicate` leaves out
+    rows whose inputs and target an earlier row has. Raises the errors of `hold_out`.
     """
     kept, share = np.arange(len(hashes)), job.data.validation
     if job.data.deduplicate and (first := first_rows(combined(hashes))) is not None:
