@@ -146,7 +146,10 @@ def write_questions(folder: Path, rows: int = 2400, seed: int = 0) -> dict[str, 
             line = int(rng.integers(len(LINES)))
             question, answer, text, tools = _question(rng, split, kind, line)
             asked, said = [{"role": "user", "content": question}], {"role": "assistant", **answer}
-            values = {"id": f"{name}-{row:05d}", "messages": json.dumps([*asked, *([said] if name == "train" else [])])}
+            values: dict[str, str | None] = {
+                "id": f"{name}-{row:05d}",
+                "messages": json.dumps([*asked, *([said] if name == "train" else [])]),
+            }
             values["tools"] = json.dumps([TOOL]) if tools else None
             if name != "train":
                 values["answer"] = text

@@ -290,7 +290,7 @@ BOTH = {"chosen": "a", "rejected": "b"}
         ({"rejected": "a"}, {}, "data.rejected is set without data.chosen"),
         ({**BOTH, "learn": "assistant"}, {}, "data.learn is assistant, but data.chosen and"),
         ({"chosen": "a", "rejected": "a"}, {}, "must be different columns"),
-        ({"text": None}, {}, "data.text is null; only pairs"),
+        ({"text": None}, {}, "data.text: is null; only pairs"),
         ({}, {"preference": {"loss": "ipo"}}, r"train.preference: .* \(data.chosen and data.rejected\)"),
         (BOTH, {"preference": {"loss": "orpo", "sft_weight": 1.0}}, "loss orpo has no sft_weight"),
         (BOTH, {"preference": {"loss": "ipo", "label_smoothing": 0.1}}, "loss ipo has no label_smoothing"),
