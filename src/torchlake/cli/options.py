@@ -177,8 +177,8 @@ class ExportFlags:
     """Options of `export`."""
 
     format: Annotated[
-        Literal["onnx", "openvino", "sentence-transformers"],
-        _output("FORMAT", "Layout: onnx, openvino or sentence-transformers."),
+        Literal["onnx", "openvino", "sentence-transformers", "transformers"],
+        _output("FORMAT", "Layout: onnx, openvino, sentence-transformers or transformers (whole weights)."),
     ]
     pooling: Annotated[
         Literal["mean", "cls", "max", "lasttoken"],

@@ -93,6 +93,8 @@ class ComputeSettings:
     gpu: bool
     weights: bool = False
     "Whether 16-bit copies of all weights replace autocast; frozen weights of LoRA exist in 16 bits only."
+    frozen_bytes: float | None = None
+    "Bytes of a frozen parameter of a quantized base; None: not quantized."
     checkpointing: bool = False
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
     selective: bool = False
@@ -309,7 +311,7 @@ def memory(
     """
     deepspeed = sharding.plugin == "deepspeed"
     total, trainable, size = parameters.total, parameters.trainable, 2 if setting.bf16 else 4
-    frozen = 2 if setting.weights else 4
+    frozen = setting.frozen_bytes or (2 if setting.weights else 4)
     weights = (size * total if deepspeed else 4 * trainable + frozen * (total - trainable)) / (
         ranks if sharding.weights else 1
     )

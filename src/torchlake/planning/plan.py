@@ -54,6 +54,10 @@ HEADROOM = 0.9
 "Usable share of a device's memory; the rest is allocator overhead."
 
 
+QUANTIZED_BYTES = {"nf4": 0.516, "int8": 1.0}
+"Bytes of a weight of model.quantize, its share of the scales included."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Tokens of the training rows in one epoch, with special tokens, without padding."""
@@ -267,6 +271,10 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )
+    if job.model.quantize is not None:
+        inside = parameters.layers / parameters.total  # embeddings and heads are not quantized
+        outside = (1 - inside) * (2 if setting.weights else 4)
+        setting = replace(setting, frozen_bytes=inside * QUANTIZED_BYTES[job.model.quantize] + outside)
     return Workload(
         shape=shape,
         parameters=parameters,

@@ -269,11 +269,16 @@ def _with_frozen(parameters: Parameters, model: "nn.Module", layers: "nn.ModuleL
     return replace(parameters, trainable=trainable, matrices_trainable=round(times * trained))
 
 
+def _named(model: "nn.Module", last: str) -> "nn.Module | None":
+    """Return the first module with this last part of its name."""
+    return next((module for name, module in model.named_modules() if name.rpartition(".")[2] == last), None)
+
+
 def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:
     """Add LoRA's two matrices for each linear layer (or those in `lora.targets`) to the counts.
 
-    These and a copy of a classifier's head, including the encoder's pooler, are trainable; everything else is frozen,
-    also a language model's head.
+    These and a copy of a classifier's head, including the encoder's pooler, and of `lora.also_train` are trainable;
+    everything else is frozen, also a language model's head.
     """
 
     def added(module: "nn.Module") -> int:
@@ -284,7 +289,9 @@ def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora
     body, words = body_name(model), getattr(model, "get_output_embeddings", lambda: None)()
     beside = [child for name, child in model.named_children() if name != body and child is not words]
     pooler = getattr(getattr(model, body, None), "pooler", None)
-    head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
+    ends = {"embed_tokens": getattr(model, "get_input_embeddings", lambda: None)(), "lm_head": words}
+    copied = [ends.get(name) or _named(model, name) for name in lora.also_train or ()]
+    head = sum(map(_numbers, [*beside, *(each for each in (pooler, *copied) if each is not None)]))
     matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))
     return replace(
         parameters,

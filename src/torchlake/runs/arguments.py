@@ -13,7 +13,7 @@ from torchlake.config.sections.model import ModelConfig
 from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.config.sections.track import TrackConfig
-from torchlake.config.sections.train import TrainConfig
+from torchlake.config.sections.train import TrainConfig, WritingConfig
 from torchlake.tables.sources.streams import Input
 
 
@@ -83,6 +83,12 @@ class LoraSection(TypedDict, total=False):
     alpha: int
     dropout: float
     targets: Sequence[str] | None
+    rslora: bool
+    dora: bool
+    init: Literal["default", "gaussian", "pissa"]
+    learning_rate_ratio: float
+    also_train: Sequence[str] | None
+    merge: bool
 
 
 class ModelSection(TypedDict, total=False):
@@ -94,6 +100,7 @@ class ModelSection(TypedDict, total=False):
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
+    quantize: Literal["nf4", "int8"] | None
     freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
 
 
@@ -132,6 +139,14 @@ class DeepSpeedSection(TypedDict, total=False):
     config: str | Path | None
 
 
+class WritingSection(TypedDict, total=False):
+    """What the model writes at each validation, and how it is measured."""
+
+    rows: int
+    max_new_tokens: int
+    metric: Literal["exact_match", "token_f1", "chrf", "json_valid"]
+
+
 class TrainSection(TypedDict, total=False):
     """The settings of a training run."""
 
@@ -152,6 +167,7 @@ class TrainSection(TypedDict, total=False):
     label_smoothing: float
     focal_gamma: float
     preference: PreferenceOptions | PreferenceSection | None
+    neftune: float | None
     ema: float | None
     clip_norm: float | None
     micro_batch_tokens: int
@@ -169,6 +185,7 @@ class TrainSection(TypedDict, total=False):
     checkpoint_folder: str | Path | None
     keep_checkpoints: int | None
     validate_every: str
+    validate_writing: WritingConfig | WritingSection | None
     metric: str | None
     patience: int | None
     max_restarts: int

@@ -15,6 +15,7 @@ head. `find` detects this with one row; a model that does anything else keeps it
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -216,6 +217,7 @@ def _replace(
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
 
+    @wraps(model_forward)  # `generate` looks at its arguments
     def forward(
         *args: Any, targets: torch.Tensor | None = None, places: torch.Tensor | None = None, **options: Any
     ) -> Any:

@@ -25,7 +25,7 @@ from torchlake.models.folders import base_folder, model_hash
 from torchlake.optim import optimizers
 from torchlake.outputs.find import folder_output
 from torchlake.preparation import summary
-from torchlake.preparation.checks import check_metric, check_tables, unknown_metric
+from torchlake.preparation.checks import check_metric, check_tables, check_writing, unknown_metric
 from torchlake.preparation.findings import Finding
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
@@ -157,8 +157,7 @@ def _check_libraries(job: Job) -> None:
     """Raise MissingExtra for a library that the job needs and that is not installed."""
     tracking.check(job.track)
     optimizers.check_installed(job.train)
-    if job.model.lora is not None:
-        lora.check_installed()
+    lora.check_lora(job, plugins.load("tasks", job.task))
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
@@ -207,11 +206,12 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
 def choose_metric(job: Job, spec: TaskSpec) -> str:
     """Return the metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
     task = plugins.load("tasks", spec.task)
-    wanted = job.train.metric
+    wanted, writing = job.train.metric, job.train.validate_writing
     check_metric(job)
+    check_writing(job, spec)
     if wanted is None:
         return str(task.default_metric.get(spec.problem, "loss"))
-    choices = ["loss", *task.metric_names(spec)]
+    choices = ["loss", *task.metric_names(spec), *([] if writing is None else [writing.metric])]
     if wanted not in choices:
         raise ConfigError(unknown_metric(wanted, spec.problem, choices))
     return wanted

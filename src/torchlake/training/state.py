@@ -26,6 +26,7 @@ from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.load import TaskSpec
+from torchlake.optim.noise import EmbeddingNoise, Text, texts_of
 from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
 from torchlake.tasks import NO_TARGET
@@ -109,6 +110,8 @@ class TrainState:
     "Whether packed blocks are joined to one line, in which flash attention finds restarting positions."
     chunked: bool
     "Whether the model computes the loss in chunks, and returns it in place of the logits."
+    noise: EmbeddingNoise | None = None
+    "Noise on the word embeddings in training."
     equal_lengths: bool
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
@@ -154,7 +157,25 @@ class TrainState:
         batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
         self.data_seconds += time.perf_counter() - began
         self.task.before_forward(len(positions))
+        if self.noise is not None:
+            self.noise.texts = self._texts(rows, positions)
         return self._compute(batch, packed=packed), targets, batch
+
+    def _texts(self, rows: Rows, positions: np.ndarray) -> list[Text]:
+        """Return the texts of a micro-batch of blocks, for their noise; `positions` (B,) are those of the blocks in the
+        batch of the step."""
+        tokens, numbers = rows.table.tokens, rows.numbers[positions]
+        if isinstance(tokens, bins.Bins):
+            starts, lengths = tokens.positions_of(numbers), tokens.lengths_of(numbers)
+            texts = texts_of(starts, lengths, positions, unpacked=not self.isolates)
+        else:
+            assert isinstance(tokens, packing.Blocks), "rows are packed"
+            lengths = tokens.lengths_of(numbers)
+            starts = np.tile(np.arange(lengths.max(initial=0)), (len(lengths), 1))
+            texts = texts_of(starts, lengths, positions, unpacked=False)
+        joined = self.one_line and self.isolates and isinstance(tokens, bins.Bins)
+        width = int(lengths.max(initial=0))
+        return [(0, line * width + first, length, key) for line, first, length, key in texts] if joined else texts
 
     def collate_ahead(self, steps: Sequence[Rows]) -> None:
         """Begin to make the micro-batches of the next steps in threads, if that takes long for the task."""

@@ -66,7 +66,7 @@ def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: pro
 def convert_frozen(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # else its bits are those of several weights
             parameter.data = parameter.data.to(dtype)
 
 

@@ -16,6 +16,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Features
 from torchlake.errors import ConfigError, TaskError
 from torchlake.models import probes
+from torchlake.models.adapters import files
 from torchlake.optim.optimizers import trainable_names
 from torchlake.optim.precision import find_precision
 from torchlake.training.model import kernels
@@ -80,7 +81,8 @@ def find_traits(
         )
     weights = model.state_dict()
     if not stores_all(job):
-        weights = {name: weights[name] for name in trainable_names(model, train)}
+        first = [name for name in weights if name.endswith((files.FIRST_A, files.FIRST_B))]
+        weights = {name: weights[name] for name in [*trainable_names(model, train), *first]}
     rows = [each["input_ids"][0] for each in batches] if task.packs or task.pairs else []
     isolates = (spec.whole or task.pairs) and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
