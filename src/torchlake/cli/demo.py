@@ -170,8 +170,8 @@ def _question(rng: np.random.Generator, split: str, kind: int, line: int) -> tup
     """
     speaker, said = LINES[line]
     words = said.split()
-    start = 2 * int(rng.integers((len(words) - 3) // 2 + 1)) + (split == "test")
-    start = min(start, len(words) - 3)
+    starts = range(int(split == "test"), len(words) - 2, 2)
+    start = starts[int(rng.integers(len(starts)))]
     part = " ".join(words[start:])
     if kind == 0:
         return f"Who says: {part}?", {"content": speaker}, speaker, False
