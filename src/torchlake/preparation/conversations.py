@@ -34,7 +34,8 @@ def with_table(spec: TaskSpec, table: StoredTable, options: ReadOptions, spread:
     if not task.packs:
         return spec
     opened = open_table(table, options=options, spread=spread)
-    return task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    found: TaskSpec = task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    return found
 
 
 def row_options(data: DataConfig) -> RowOptions:
