@@ -70,7 +70,7 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
     else:
         check_columns(schema, {"text": "text"}, spec, source)
     if isinstance(completion, str):
-        check_prompts(schema, completion, source, task, tokenizer, spec)
+        check_prompts(schema, completion, source, task, tokenizer, spec, name="completion")
     if completion is None and not chat and spec.problem == "next_answer_token":
         learn = "last" if spec.rows.last else "assistant"
         raise UsageError(

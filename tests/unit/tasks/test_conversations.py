@@ -169,7 +169,7 @@ def prepared(folder: Path, model: Path, table: pa.Table, engine: Any = None, *, 
 
     path = folder / "table.parquet"
     spec = draft_spec(load_job(None, **sections(folder, model, table, **data)))
-    spec = complete_spec(with_table(spec, path, ReadOptions()), None, max_length=24)
+    spec = complete_spec(with_table(spec, path, ReadOptions()), None, max_length=64)
     made: Any = {"tokenizer": model, "spec": spec, "engine": engine or tiny.Here(), "bad_rows": bad_rows}
     return prepare(path, folder / "tokens", **made)
 
@@ -218,9 +218,6 @@ def test_perplexity_follows_the_loss(tmp_path: Path, tiny_gpt2: Path) -> None:
     assert one.metrics["perplexity"] == pytest.approx(math.exp(one.metrics["loss"]))
     found = tl.evaluate(tmp_path / "run" / "model", tmp_path / "table.parquet", engine=tiny.Here())
     assert found.metrics["loss"].value == pytest.approx(one.metrics["loss"], rel=1e-5)
-    assert found.tokens == sum(
-        len(ids)
-        for ids in AutoTokenizer.from_pretrained(tiny_gpt2)([f" {chat[-1]['content']} " for chat in chats()])[
-            "input_ids"
-        ]
-    ) + len(chats())
+    said = [f" {chat[-1]['content']} " for chat in chats()]
+    answers = AutoTokenizer.from_pretrained(tiny_gpt2)(said)["input_ids"]
+    assert found.tokens == sum(map(len, answers)) + len(answers)
