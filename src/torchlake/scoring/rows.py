@@ -219,7 +219,7 @@ def check_prompts(
 ) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `spec` says so.
 
-    `name` is that of the input. Raises the TableError of `check_column`, and UsageError if the tokenizer's folder has no
+    `name` is that of the input. Raises the TableError of `check_column`, and UsageError if the tokenizer has no
     chat template.
     """
     if not (text in schema.names and task.holds_chats(schema.field(text).type, spec)):
