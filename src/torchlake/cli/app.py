@@ -242,7 +242,7 @@ def doctor() -> Work:
     return commands.doctor
 
 
-@_command("demo --task chat", "folder rows task", o.DemoFlags)
+@_command("demo", "folder rows task", o.DemoFlags)
 def demo(given: Given) -> Work:
     """Train, predict, evaluate and verify on generated tables. Needs no network and no data."""
     return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400, given["task"] or "reviews")

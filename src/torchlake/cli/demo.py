@@ -146,7 +146,10 @@ def write_questions(folder: Path, rows: int = 2400, seed: int = 0) -> dict[str, 
             line = int(rng.integers(len(LINES)))
             question, answer, text, tools = _question(rng, split, kind, line)
             asked, said = [{"role": "user", "content": question}], {"role": "assistant", **answer}
-            values = {"id": f"{name}-{row:05d}", "messages": json.dumps([*asked, *([said] if name == "train" else [])])}
+            values: dict[str, str | None] = {
+                "id": f"{name}-{row:05d}",
+                "messages": json.dumps([*asked, *([said] if name == "train" else [])]),
+            }
             values["tools"] = json.dumps([TOOL]) if tools else None
             if name != "train":
                 values["answer"] = text
@@ -167,8 +170,8 @@ def _question(rng: np.random.Generator, split: str, kind: int, line: int) -> tup
     """
     speaker, said = LINES[line]
     words = said.split()
-    start = 2 * int(rng.integers((len(words) - 3) // 2 + 1)) + (split == "test")
-    start = min(start, len(words) - 3)
+    starts = range(int(split == "test"), len(words) - 2, 2)
+    start = starts[int(rng.integers(len(starts)))]
     part = " ".join(words[start:])
     if kind == 0:
         return f"Who says: {part}?", {"content": speaker}, speaker, False

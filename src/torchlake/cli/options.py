@@ -196,7 +196,7 @@ class DemoFlags:
     rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
     task: Annotated[
         Literal["reviews", "chat"],
-        _demo("NAME", "reviews: classify; chat: answer questions, then prefer right answers (default: reviews)."),
+        _demo("NAME", "Demo: reviews are classified; in chat a model learns to answer (default: reviews)."),
     ]
 
 

@@ -98,7 +98,10 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
         if name.endswith(".safetensors.index.json"):
             _check_index(folder / name, values[name])
     counted = weight_files(folder)
-    if weights and not counted and not adapter:
+    if weights and adapter:
+        base.check_peft(f"{folder}: an adapter")
+        base.find_base(folder)
+    elif weights and not counted:
         raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
     for file in counted:
         if not file.is_file():

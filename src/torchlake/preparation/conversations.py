@@ -34,7 +34,8 @@ def with_table(spec: TaskSpec, table: StoredTable, options: ReadOptions, spread:
     if not (task.packs or task.pairs):
         return spec
     opened = open_table(table, options=options, spread=spread)
-    return task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    found: TaskSpec = task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    return found
 
 
 def row_options(data: DataConfig) -> RowOptions:
@@ -69,7 +70,7 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
     else:
         check_columns(schema, {"text": "text"}, spec, source)
     if isinstance(completion, str):
-        check_prompts(schema, completion, source, task, tokenizer, spec)
+        check_prompts(schema, completion, source, task, tokenizer, spec, name="completion")
     if completion is None and not chat and spec.problem == "next_answer_token":
         learn = "last" if spec.rows.last else "assistant"
         raise UsageError(

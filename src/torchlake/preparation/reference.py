@@ -41,11 +41,14 @@ class Reference:
     folder: str
     precision: str = "fp32"
     "As in `train.precision`."
+    quantize: str | None = None
+    "As `model.quantize`: its weights are rounded as those of the base are."
 
     @property
     def identity(self) -> dict[str, str]:
         """What makes its numbers what they are."""
-        return {"model": model_hash(self.folder), "precision": self.precision}
+        rounded = {} if self.quantize is None else {"quantize": self.quantize}
+        return {"model": model_hash(self.folder), "precision": self.precision, **rounded}
 
     @property
     def resources(self) -> Resources:
@@ -62,7 +65,8 @@ def find_reference(job: Job, base: Path | None, spec: TaskSpec) -> Reference | N
     if folder is None or base is None:
         return None
     check_same_vocabulary(folder, base, "train.preference.reference")
-    return Reference(folder=str(folder), precision=job.train.precision)
+    rounded = job.model.quantize if spec.preference["reference"] == job.model.base else None
+    return Reference(folder=str(folder), precision=job.train.precision, quantize=rounded)
 
 
 def check_same_vocabulary(reference: Path, model: Path, where: str) -> None:
@@ -89,10 +93,14 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
     """
     import torch
 
+    from torchlake.models.adapters import quantized
     from torchlake.optim.precision import find_precision
 
     task, where = plugins.load("tasks", spec.task), device()
-    model = task.base_model(Path(reference.folder), spec).eval().to(where)
+    model = task.base_model(Path(reference.folder), spec).eval()
+    if reference.quantize is not None:
+        quantized.round_weights(model, reference.quantize)
+    model.to(where)
     dtype = find_precision(reference.precision, torch.device(where)).dtype
 
     def sums(tokens: batching.Ragged, split: np.ndarray, rows: np.ndarray) -> np.ndarray:

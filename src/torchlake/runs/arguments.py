@@ -51,6 +51,7 @@ class DataSection(TypedDict, total=False):
 
     train: Input
     validation: Input | FractionSection | FoldSection | None
+    chosen: str | None
     text: str | Sequence[str] | None
     separator: str | None
     template: str | None
@@ -64,7 +65,6 @@ class DataSection(TypedDict, total=False):
     learn: Literal["all", "assistant", "last"] | None
     pack: Literal["stream", "whole"] | None
     too_long: Literal["cut_start", "cut_end", "drop", "error"] | None
-    chosen: str | None
     rejected: str | None
     key: str | None
     csv: CsvConfig | CsvSection

@@ -53,7 +53,7 @@ class RenderLimitExceeded(ValueError):
 class Request:
     """A conversation, and what to render of it."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the template."
@@ -221,8 +221,9 @@ class _Template:
             given = {"messages": some, "tools": request.tools, "documents": None, "add_generation_prompt": prompt}
             values = {**given, **self.special, **request.options}
             if prompt or not self.marked:
-                return compiled.render(**values), []
-            return self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
+                return str(compiled.render(**values)), []
+            found: tuple[str, Spans] = self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
+            return found
 
         if request.want in ("prompt", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]

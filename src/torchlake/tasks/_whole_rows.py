@@ -249,16 +249,16 @@ def _rows_of(
             texts[row] = Rendered(value)
         elif isinstance(answers[row], str) and not answers[row].strip():
             continue
-        elif chat or not isinstance(answers[row], str) or is_chat(completion.type, names):
+        elif chat or not isinstance(answers[row], str):
             try:
                 asked, answer = (
                     read_messages(each, names) if options.chat and str(each).lstrip()[:1] == "[" else each
                     for each in (value, answers[row])
                 )
                 made = request_of(asked, answer, None if called is None else read_tools(called[row]), names=names)
-                system = with_system([*made.messages], options.system)
-                more = len(system) - len(made.messages)
-                requests[row] = replace(made, messages=system, first=made.first + more)
+                messages = with_system([*made.messages], options.system)
+                first = made.first + len(messages) - len(made.messages)
+                requests[row] = replace(made, messages=messages, first=first, want=want)
             except (ValueError, RecursionError) as error:
                 errors[row] = row_error(error)
         else:

@@ -157,7 +157,7 @@ def _check_libraries(job: Job) -> None:
     """Raise MissingExtra for a library that the job needs and that is not installed."""
     tracking.check(job.track)
     optimizers.check_installed(job.train)
-    lora.check_lora(job, plugins.load("tasks", job.model.task))
+    lora.check_lora(job, plugins.load("tasks", job.task))
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:

@@ -312,3 +312,23 @@ def test_a_quantized_base_learns_and_is_scored_as_it_was_trained(
     assert bases.read_base(tmp_path / "run" / "model").quantize == kind
     stored = load_file(tmp_path / "run" / "model" / folders.ADAPTER_TENSORS)
     assert all(tensor.dtype is torch.float32 for tensor in stored.values())
+
+
+@pytest.mark.slow
+def test_every_runtime_and_another_training_read_an_adapter(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = job(tmp_path, tiny_bert, "classifier", {"rank": 2, "merge": False})
+    runs.succeed(tmp_path / "run", sections)
+    model = tmp_path / "run" / "model"
+    table = pa.table({"text": ["a good film", "a bad film", "what"]})
+    expected = tl.predict(model, table, engine=tiny.Here())
+    for runtime in ("varlen", "bf16", "int8"):
+        found = tl.predict(model, table, engine=tiny.Here(), runtime=runtime)
+        assert found["score"].to_pylist() == pytest.approx(expected["score"].to_pylist(), abs=2e-2)
+    tl.evaluate(model, tiny.reviews(20), engine=tiny.Here())
+    # Its adapter is the base of the next one.
+    sections["model"] |= {"base": str(model)}
+    runs.succeed(tmp_path / "next", sections)
+    assert bases.find_base(tmp_path / "next" / "model") == model
+    again = tl.predict(tmp_path / "next" / "model", table, engine=tiny.Here())
+    assert again["error"].to_pylist() == [None] * 3
+    assert again["score"].to_pylist() != expected["score"].to_pylist()

@@ -96,6 +96,8 @@ class DataConfig(BaseModel):
     """Training table: a file, folder, glob or URL, or a list of them."""
     validation: Annotated[OnePath | ManyPaths | Share, Discriminator(_kind)] | None = Fraction(fraction=0.1)
     """Validation table, or {fraction: f} of the training rows, or {fold: k, folds: n} of them; null: none."""
+    chosen: Name | None = None
+    """Column of the better of two answers to the prompt in `text`, for text generation: strings or conversations."""
     text: Columns | None = "text"
     """Column of the input, or a list of columns whose texts are joined. null, of pairs of answers only, for which it is
     the default: what both answers begin with is the prompt."""
@@ -125,8 +127,6 @@ class DataConfig(BaseModel):
     too_long: Literal["cut_start", "cut_end", "drop", "error"] | None = None
     """A row packed whole that is longer than a block: cut it (conversations at a message, the system text kept), drop
     it, or make it an error; null: cut_end for text, else cut_start."""
-    chosen: Name | None = None
-    """Column of the better of two answers to the prompt in `text`, for text generation: strings or conversations."""
     rejected: Name | None = Field(default=None, validate_default=True)
     """Column of the worse of two answers."""
     key: Name | None = None
@@ -154,6 +154,13 @@ class DataConfig(BaseModel):
             return {**values, "text": None}
         return values
 
+    @field_validator("text")
+    @classmethod
+    def _rows_have_text(cls, text: Any, given: ValidationInfo) -> Any:
+        if text is None and given.data.get("chosen") is None:
+            raise ValueError("is null; only pairs of answers (data.chosen and data.rejected) do without it")
+        return text
+
     @field_validator("rejected")
     @classmethod
     def _two_answers(cls, rejected: str | None, given: ValidationInfo) -> str | None:
@@ -161,8 +168,6 @@ class DataConfig(BaseModel):
         if (chosen is None) != (rejected is None):
             one, other = ("rejected", "chosen") if chosen is None else ("chosen", "rejected")
             raise ValueError(f"data.{one} is set without data.{other}; a pair has both, or leave both out")
-        if chosen is None and "text" in given.data and given.data["text"] is None:
-            raise ValueError("data.text is null; only pairs of answers (data.chosen and data.rejected) do without it")
         if chosen is not None and given.data.get("learn") not in (None, "all"):
             raise ValueError(f"data.learn is {given.data.get('learn')}, but data.chosen and data.rejected are learned")
         if rejected is not None and len({chosen, rejected, given.data.get("text")}) < 3:

@@ -7,12 +7,11 @@ predictions are those of the model that `model.lora.merge: true` writes.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.errors import DataError, MissingExtra, pip_install
+from torchlake.errors import DataError
 from torchlake.models.adapters.base import CONFIG, TENSORS, check_config
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ PREFIX = "base_model.model."
 "What peft puts before the name of each tensor."
 NOT_OF_LAYERS = frozenset({"peft_version", "auto_mapping", "runtime_config"})
 "Keys of adapter_config.json that are no arguments of peft's LoraConfig, or are not read."
-
-
-def check_peft(what: str) -> None:
-    """Raise MissingExtra with the pip command if peft is not installed; `what` needs it."""
-    if find_spec("peft") is None:
-        raise MissingExtra(f"{what} needs the library 'peft', which is not installed: {pip_install('torchlake[lora]')}")
 
 
 @contextmanager
@@ -44,7 +37,6 @@ def merged(model: "nn.Module", folder: Path) -> "nn.Module":
 
     Raises DataError if the adapter does not fit the model.
     """
-    check_peft(f"{folder}: an adapter")
     import peft
 
     tensors = adapter_tensors(folder)

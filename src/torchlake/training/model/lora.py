@@ -17,7 +17,7 @@ from torchlake.config.job import Job
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError
 from torchlake.models.adapters import files, merging, quantized
-from torchlake.models.adapters.base import Base, describe_base
+from torchlake.models.adapters.base import Base, check_peft, describe_base
 from torchlake.optim.parameters import head_modules, layers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_lora(job: Job, task: Any) -> None:
     options = job.model.lora
     if options is None:
         return
-    merging.check_peft("model.lora")
+    check_peft("model.lora")
     if job.model.quantize is not None:
         quantized.check_installed(job.model.quantize)
         if job.train.strategy == "deepspeed":
@@ -52,7 +52,7 @@ def add_adapters(model: "nn.Module", options: LoraOptions, *, draw: bool = True)
     torch's global generator initializes A; B starts at zero. `draw=False`: the values will be loaded; for PiSSA, call
     `take_out` then. Raises MissingExtra without peft, ConfigError if `targets` or `also_train` matches nothing.
     """
-    merging.check_peft("model.lora")
+    check_peft("model.lora")
     import peft
 
     config = lora_config(model, options)

@@ -67,9 +67,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     names = trainable_names(model, job.train, scales)
     stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in shared.stored}
     if loads and saved is not None:
-        format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
-        if job.model.lora is not None and job.model.lora.init == "pissa":
-            lora.take_out(model)
+        _load_trained(saved, model, stored, job)
     train = job.train.model_copy(update={"precision": shared.precision})
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
@@ -113,6 +111,13 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         noise=noise,
         equal_lengths=shared.equal_lengths,
     ), progress
+
+
+def _load_trained(saved: Path, model: nn.Module, stored: Mapping[str, Any], job: Job) -> None:
+    """Load the tensors that a checkpoint has."""
+    format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
+    if job.model.lora is not None and job.model.lora.init == "pissa":
+        lora.take_out(model)
 
 
 def _first_rows(training: Rows) -> Features:

@@ -66,8 +66,10 @@ def choose_exercises(job: Job, spec: TaskSpec, rows: Rows) -> Exercises | None:
     for row in rows.numbers[[*spread, *others]].tolist():
         prompt, answer = _divided(rows, row, spec)
         fits = spec.problem == "text" or limit is None or len(prompt) + options.max_new_tokens <= limit
-        if len(pairs) < options.rows and len(prompt) and len(answer) and fits:
+        if len(prompt) and len(answer) and fits:
             pairs.append((prompt, decoded(tokenizer, answer)))
+        if len(pairs) == options.rows:
+            break
     if not pairs:
         raise DataError(
             "train.validate_writing: no validation row has an answer and a prompt that leaves space for "
