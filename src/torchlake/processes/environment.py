@@ -48,12 +48,15 @@ def local_environment(
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win.
+    """Return the thread counts of a child with `threads` cores, and how they wait; what the user set in the environment
+    wins.
 
-    OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set.
+    OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set. Threads that wait for others
+    sleep: by default they keep their core busy, so on a busy machine the others wait for that core.
     """
     counts = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
     counts["MKL_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    counts["OMP_WAIT_POLICY"] = "PASSIVE"
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     return {name: os.environ.get(name, value) for name, value in counts.items()}
 
