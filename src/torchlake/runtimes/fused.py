@@ -163,6 +163,7 @@ def _replace(chain: _Chain) -> None:
     if chain.relu is not None:
         chain.relu.inplace = True
     shift = bias.float() if isinstance(bias, torch.Tensor) else None
+    layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)  # frees the memory
     layer.forward = partial(_convolve, (packed, shift, *where, *after))
 
 
