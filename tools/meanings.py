@@ -98,7 +98,8 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "`1`: no request to the Hugging Face Hub; models are folders or already in its cache.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
-    "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
+    "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes. `OMP_WAIT_POLICY` is `PASSIVE` for them "
+    "unless it is set.",
     "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
     "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",

@@ -130,7 +130,7 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
         together = task.outputs(run(model, task, together_in))
         alone = [task.outputs(run(model, task, one)) for one in batches(task, made, processor, spec)]
     pairs = ((both[tuple(map(slice, one.shape[1:]))], one[0]) for both, one in zip(together, alone, strict=True))
-    return not all(_agree(both, one) for both, one in pairs)
+    return not all(agree(both, one) for both, one in pairs)
 
 
 def mask_matters(model: nn.Module, task: Any, made: Features, processor: Any, spec: TaskSpec) -> bool:
@@ -139,7 +139,7 @@ def mask_matters(model: nn.Module, task: Any, made: Features, processor: Any, sp
     without = {name: each for name, each in batch.items() if name != MASK or not each.all()}
     with torch.no_grad(), evaluating(model), _explained(model, task, batch):
         masked, unmasked = (task.outputs(run(model, task, one)) for one in (batch, without))
-    return not _agree(unmasked, masked)
+    return not agree(unmasked, masked)
 
 
 def padded_arrays(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[str]:
@@ -163,7 +163,7 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
             alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
     except TypeError:  # the model has no argument for positions
         return False
-    return _agree(together, torch.cat(alone, dim=1))
+    return agree(together, torch.cat(alone, dim=1))
 
 
 def obstacle_in(dtype: torch.dtype, model: nn.Module, task: Any, batch: Batch) -> str | None:
@@ -182,5 +182,6 @@ def obstacle_in(dtype: torch.dtype, model: nn.Module, task: Any, batch: Batch) -
     return None
 
 
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether outputs are equal but for rounding."""
     return bool((one - other).abs().max() <= AGREEMENT * max(1.0, float(other.abs().max())))

@@ -17,6 +17,8 @@ from torchlake.processes.hardware import cores
 from torchlake.progress import NOTEBOOK, in_notebook
 
 MASTER_FD = "TORCHLAKE_MASTER_FD"
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+"For glibc: keep memory that is freed up to so many bytes. By default it asks the kernel for each large tensor again."
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -48,12 +50,15 @@ def local_environment(
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win.
+    """Return the thread counts of a child with `threads` cores, and how they wait; what the user set in the environment
+    wins.
 
-    OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set.
+    OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set. Threads that wait for others
+    sleep: by default they keep their core busy, so on a busy machine the others wait for that core.
     """
     counts = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
     counts["MKL_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    counts["OMP_WAIT_POLICY"] = "PASSIVE"
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     return {name: os.environ.get(name, value) for name, value in counts.items()}
 
@@ -61,7 +66,7 @@ def thread_variables(threads: int) -> dict[str, str]:
 def rank_variables(
     rank: int, *, machines: Sequence[int], master: str, port: int, interface: str | None
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets for `rank` of a group.
+    """Return the variables that torchrun sets for `rank` of a group, and ALLOCATOR unless it is set.
 
     `machines[i]` is the number of the machine that runs rank i; the ranks of a machine are consecutive. They rendezvous
     at `master` and `port`, which this rank reaches through the network `interface`.
@@ -77,6 +82,7 @@ def rank_variables(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "torchlake",  # Lightning and others detect an external launcher by it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
     }
     return variables | ({"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" and interface else {})
 

@@ -175,6 +175,7 @@ class TrainSection(TypedDict, total=False):
     deterministic: bool
     activation_checkpointing: bool | Literal["selective"]
     compile: bool
+    batch_norm: Literal["shared", "local"]
     strategy: str
     ddp: DdpOptions | DdpSection
     fsdp: FsdpOptions | FsdpSection

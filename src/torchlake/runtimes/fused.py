@@ -106,15 +106,15 @@ def _chains(model: Any, image: "torch.Tensor") -> list[_Chain]:
     def follow(module: Any, given: tuple[Any, ...], output: Any) -> None:
         calls[module] += 1
         x, kind = given[0] if given else None, type(module)
-        _, version, chain = ends.get(id(x), (x, 0, None))
+        before = ends.get(id(x))
         if isinstance(module, convolution) and kind.forward is convolution.forward:
             if module.padding_mode != "zeros" or x is None or _padding(module) is None:
                 return
             chain = _Chain(convolution=module, size=list(x.shape))
             found.append(chain)
-        elif chain is None or chain.relu is not None:
+        elif before is None or x is None or (chain := before[2]).relu is not None:
             return
-        elif x._version != version:
+        elif x._version != before[1]:
             chain.relu = module if kind is torch.nn.ReLU else None
             return
         elif chain.activation is not None:
@@ -154,15 +154,17 @@ def _replace(chain: _Chain) -> None:
         bias = bias if norm.bias is None else bias + norm.bias.double()
         norm.forward = _same
     where = (_padding(layer), layer.stride, layer.dilation, layer.groups)
-    packed = torch._C._nn.mkldnn_reorder_conv2d_weight(weight.float().to_mkldnn(), *where, chain.size)
-    name, numbers, algorithm = "none", [], ""
+    pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight  # whose stub lacks the size
+    packed = pack(weight.float().to_mkldnn(), *where, chain.size)
+    after: tuple[str, list[float], str] = ("none", [], "")
     if chain.activation is not None:
-        name, numbers, algorithm = ACTIVATIONS[type(chain.activation).__name__]
+        after = ACTIVATIONS[type(chain.activation).__name__]
         chain.activation.forward = _same
     if chain.relu is not None:
         chain.relu.inplace = True
     shift = bias.float() if isinstance(bias, torch.Tensor) else None
-    layer.forward = partial(_convolve, (packed, shift, *where, name, numbers, algorithm))
+    layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)  # frees the memory
+    layer.forward = partial(_convolve, (packed, shift, *where, *after))
 
 
 def _padding(layer: Any) -> tuple[int, ...] | None:

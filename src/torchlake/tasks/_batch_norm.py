@@ -129,8 +129,8 @@ def _track_all(layers: list[SharedBatchNorm], *_: Any) -> None:
     if not found or not (found[0][0].training and torch.is_grad_enabled()):
         return
     parts = _summed(torch.cat([sums for _, sums in found])).split([len(sums) for _, sums in found])
-    for (layer, _), sums in zip(found, parts, strict=True):
-        layer.track(*_of_sums(sums), sums[-1].float())
+    for (layer, _own), total in zip(found, parts, strict=True):
+        layer.track(*_of_sums(total), total[-1].float())
         layer.sums = None
 
 

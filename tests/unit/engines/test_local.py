@@ -33,13 +33,15 @@ Chunks = Iterator[Any]
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     cores = hardware.cores()
     for processes in (1, 2, 100 * cores):
         made = environment.local_environment(processes, None)
         threads = max(1, cores // processes)
         assert {made[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "RAYON")} == {str(threads)}
+        assert made["OMP_WAIT_POLICY"] == "PASSIVE"
         assert made["TOKENIZERS_PARALLELISM"] == ("true" if threads > 1 else "false")
 
 

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import families
 import training_runs as runs
+from torchlake import plugins
 from torchlake.errors import UsageError
+from torchlake.models import probes
 from torchlake.training.model import kernels
 
 CPU = torch.device("cpu")
@@ -184,3 +186,48 @@ def test_flash_attention_gets_the_positions_of_packed_texts(name: str, tmp_path:
     own = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = lambda *args, position_ids=None, **options: own(*args, **options)
     assert not kernels.passes_positions(model, row, {"use_cache": False})
+
+
+def rows(*lengths: int) -> dict[str, np.ndarray]:
+    """A padded batch of random ids."""
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+    return {"input_ids": np.random.default_rng(0).integers(5, 60, mask.shape) * mask, "attention_mask": mask}
+
+
+def encoder(kind: str, head: str) -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.CONFIG_MAPPING[kind](vocab_size=64, num_labels=3, pad_token_id=0, **sizes, **drops)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"AutoModelFor{head}Classification").from_config(config)
+        for each in model.parameters():
+            each.data.normal_(0, 0.2)
+    return model.train()
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "deberta-v2"])
+def test_the_last_layer_of_a_classifier_computes_its_first_token(kind: str) -> None:
+    """The loss and all gradients stay as they are; a hook before the layer's output sees one token."""
+    task, model, seen = plugins.load("tasks", "text_classification"), encoder(kind, "Sequence"), list[int]()
+    name = kernels.find_first_token_part(model, task, [rows(7), rows(7, 3)])
+    assert name is not None
+    assert name.endswith("layer.1.attention.output")
+    assert model.training
+    made = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = probes.run(model, task, rows(7, 3, 9)).logits.square().sum()
+        loss.backward()
+        made.append([loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)])
+        kernels.keep_first_token(model, name)
+        last = model.get_submodule(name.removesuffix(".attention.output"))
+        last.register_forward_hook(lambda _module, _given, output: seen.append(output.shape[1]))
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(("kind", "head"), [("bert", "Token"), ("distilbert", "Sequence"), ("modernbert", "Sequence")])
+def test_layers_stay_whole_where_more_is_read_or_nothing_can_be_cut(kind: str, head: str) -> None:
+    task = plugins.load("tasks", "text_classification")
+    assert kernels.find_first_token_part(encoder(kind, head), task, [rows(7), rows(7, 3)]) is None

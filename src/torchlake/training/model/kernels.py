@@ -8,7 +8,7 @@ torch runs other shapes uncompiled. Padded batches have one graph for all shapes
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -103,6 +103,46 @@ def _recomputed(layer: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
+
+
+def find_first_token_part(model: nn.Module, task: Any, batches: Sequence[probes.Batch]) -> str | None:
+    """Return the name of the module from which on the last layer needs the first token of each row only; None if the
+    outputs depend on its other tokens.
+
+    Classifiers of BERT's kind read the first token. There all tokens are needed up to attention; the module that adds
+    its result to the layer's input is the first that gets two tensors (B, L, D). Cutting it there has to leave the
+    outputs of `batches` as they are.
+    """
+    names, found = {module: name for name, module in model.named_modules()}, list[str]()
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        shapes = [each.shape for each in given if isinstance(each, torch.Tensor) and each.ndim == 3]
+        if len(given) == len(shapes) == 2 and shapes[0] == shapes[1]:
+            found.append(names[module])
+
+    hooks = [each.register_forward_pre_hook(note) for layer in layers(model)[-1:] for each in layer.modules()]
+    with torch.no_grad(), probes.evaluating(model):
+        try:
+            expected = [task.outputs(probes.run(model, task, batch)) for batch in batches]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not found:
+            return None
+        cut = keep_first_token(model, found[0])
+        try:
+            made = [task.outputs(probes.run(model, task, batch)) for batch in batches]
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return None
+        finally:
+            cut.remove()
+    same = all(one.shape == other.shape and probes.agree(one, other) for one, other in zip(made, expected, strict=True))
+    return found[0] if same else None
+
+
+def keep_first_token(model: nn.Module, name: str) -> Any:
+    """Let the module `name` and what follows it compute the first token of each row; return the hook."""
+    return model.get_submodule(name).register_forward_pre_hook(lambda _, given: tuple(each[:, :1] for each in given))
 
 
 def compile_layers(model: nn.Module, *, static: bool) -> None:

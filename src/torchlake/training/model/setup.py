@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool, draw: bool) -> 
     base = task.base_model(base_folder(job.model.base), spec, empty=empty)
     for layer in base.modules():
         if hasattr(layer, "local"):
-            layer.local = job.train.batch_norm == "local"
+            cast(Any, layer).local = job.train.batch_norm == "local"
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
@@ -163,6 +163,8 @@ def _set_up(
         task.chunk_loss(base, traits.after_head, compiled=train.compile)
     if precision.weights and not stores_all(job):
         kernels.convert_frozen(model, precision.dtype)
+    if traits.first_token_part is not None:
+        kernels.keep_first_token(model, traits.first_token_part)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
     if task.pairs:

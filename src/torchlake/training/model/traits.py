@@ -7,6 +7,7 @@ they must be equal on all ranks.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,6 +37,8 @@ class Traits:
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
     isolates: bool
     "Whether attention stays within rows whose position ids restart."
+    first_token_part: str | None
+    "The module from which on the last layer computes the first token of each row only; None: all tokens to its end."
     after_head: dict[str, Any] | None
     "How the model can compute its loss in chunks (the task's `find_chunks`); None: it cannot."
 
@@ -96,6 +99,11 @@ def find_traits(
         precision=precision,
         equal_lengths=equal_lengths,
         isolates=isolates,
+        first_token_part=None
+        if task.packs or "input_ids" not in batch
+        else kernels.find_first_token_part(
+            model, task, [*batches, task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)]
+        ),
         after_head=task.find_chunks(base, rows[1], tokens=train.micro_batch_tokens) if chunked else None,
     )
 
