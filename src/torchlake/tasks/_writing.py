@@ -12,6 +12,7 @@ from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
 from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
+from torchlake.tasks._completions import turn_end
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,11 @@ class WritingTask(BaseTask):
         self, folder: Path, model_or_state: Any, config: Any, processor: Any, spec: TaskSpec, **card: Any
     ) -> None:
         """Write a model folder, with the settings of the base's generation_config.json; its texts end as in training,
-        too."""
+        answers with the end token of a turn."""
         own = settings_of(Path(processor.name_or_path))
         named = own.get("eos_token_id", [])
         ends = {*(named if isinstance(named, list) else [named]), processor.eos_token_id}
+        ends |= {turn_end(processor) if spec.whole else None} - {None}
         own["eos_token_id"] = sorted(ends) if len(ends) > 1 else processor.eos_token_id
         about = write.About(auto_class=self.auto_class, hub_task=self.hub_task, generation=own)
         write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
