@@ -43,6 +43,10 @@ DIRECTIONS: dict[str, Direction] = {
     "pearson": "higher",
     "spearman": "higher",
     "perplexity": "lower",
+    "exact_match": "higher",
+    "token_f1": "higher",
+    "chrf": "higher",
+    "json_valid": "higher",
 }
 "Whether higher or lower values of each metric are better."
 

@@ -75,6 +75,9 @@ TRAINER_NAMES = {
     "max_seq_length": "model.max_length",
     "model_name_or_path": "model.base",
     "peft_config": "model.lora",
+    "quantization_config": "model.quantize",
+    "neftune_noise_alpha": "train.neftune",
+    "predict_with_generate": "train.validate_writing",
     "train_file": "data.train",
     "validation_file": "data.validation",
 }

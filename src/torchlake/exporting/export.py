@@ -19,7 +19,7 @@ from torchlake.models.safety import check_folder
 from torchlake.models.write import new_folder
 from torchlake.tables.record import local_output
 
-Format = Literal["onnx", "openvino", "sentence-transformers"]
+Format = Literal["onnx", "openvino", "sentence-transformers", "transformers"]
 KIND = "export"
 "The manifest's entry that makes a folder an export."
 
@@ -34,6 +34,8 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
 
     `format="sentence-transformers"`: an encoder with pooling, as `SentenceTransformer(folder)` loads it. If `model` is
     in this layout, its own pooling is kept; else `pooling` is "mean", "cls", "max" or "lasttoken".
+
+    `format="transformers"`: the same model folder with whole weights; an adapter is merged into its base.
 
     Raises UsageError for a model that the format does not support, MissingExtra for a missing library, and OutputError
     if `folder` holds anything but an earlier export.

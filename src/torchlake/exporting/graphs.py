@@ -6,10 +6,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torchlake.atomic_io import MANIFEST
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import MissingExtra, UsageError
-from torchlake.models.folders import TOKENIZER_FILES
-from torchlake.models.load import load_spec, uses_token_types
+from torchlake.models import exports
+from torchlake.models.folders import ADAPTER, ADAPTER_CONFIG, BASE_RECORD, INDEX, TOKENIZER_FILES
+from torchlake.models.load import load_spec, load_weights, uses_token_types
+from torchlake.models.write import save_weights
 from torchlake.runtimes import _exported, _onnx_export, _openvino
 
 ONNX = ("onnx", "onnxruntime")
@@ -34,7 +37,23 @@ def write_openvino(model: Path, folder: Path) -> None:
     copy_beside(model, folder)
 
 
-WRITERS: Mapping[str, Callable[[Path, Path], None]] = {"onnx": write_onnx, "openvino": write_openvino}
+def write_whole(model: Path, folder: Path) -> None:
+    """Write the weights, an adapter merged into them, and copy everything else but exports of runtimes."""
+    left = (MANIFEST, INDEX, ADAPTER_CONFIG, BASE_RECORD)
+    for path in sorted(model.rglob("*")):
+        inner = path.relative_to(model)
+        weights = path.parent == model and (path.suffix == ".safetensors" or path.name in left)
+        if path.is_file() and not weights and inner.parts[0] not in (exports.FOLDER, ADAPTER):
+            (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / inner)
+    save_weights(folder, load_weights(model))
+
+
+WRITERS: Mapping[str, Callable[[Path, Path], None]] = {
+    "onnx": write_onnx,
+    "openvino": write_openvino,
+    "transformers": write_whole,
+}
 
 
 def copy_beside(model: Path, folder: Path) -> None:

@@ -28,6 +28,10 @@ JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
 "The files that identify the folder of a run and of a tuning; a finished tuning has both."
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+ADAPTER_CONFIG, ADAPTER_TENSORS, BASE_RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
+"The files of an adapter, in place of weights; see adapters/base.py."
+ADAPTER = "adapter"
+"The folder beside whole weights that holds the adapter alone, as peft loads it."
 IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 "The files of an image processor; the first that has one counts."
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
@@ -51,6 +55,8 @@ DECIDING_FILES = (
     TASK_FILE,
     "*.safetensors",
     INDEX,
+    ADAPTER_CONFIG,
+    BASE_RECORD,
     *TOKENIZER_FILES,
     *IMAGE_FILES,
     *EMBEDDING_FILES,
@@ -211,8 +217,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of the weights on disk."""
-    return sum(path.stat().st_size for path in weight_files(model_folder(folder)))
+    """Return the bytes of the weights on disk; of an adapter, also those of its base, if that is here."""
+    place = model_folder(folder)
+    size = sum(path.stat().st_size for path in weight_files(place))
+    if (place / BASE_RECORD).is_file() and (place / ADAPTER_TENSORS).is_file():
+        named = atomic_io.read_json(place / BASE_RECORD)
+        base = named["name"] if named.get("revision") is None else f"{named['name']}@{named['revision']}"
+        size += (place / ADAPTER_TENSORS).stat().st_size + weight_bytes(base)
+    return size
 
 
 def tokenizer_hash(folder: str | Path) -> str:

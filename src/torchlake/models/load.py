@@ -22,6 +22,7 @@ from torchlake.config.model_files.cross_encoder import is_cross_encoder, with_pa
 from torchlake.config.model_files.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
+from torchlake.models.adapters import base as adapters
 from torchlake.models.config import (
     HEADS,
     POSITIONS_AFTER_PADDING,
@@ -257,6 +258,8 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     check_folder(folder)
     if (folder / atomic_io.MANIFEST).exists():
         atomic_io.check_manifest(folder)
+    if adapters.is_adapter(folder):
+        return _merged_weights(folder)
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
@@ -264,6 +267,14 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
     return tensors
+
+
+def _merged_weights(folder: Path) -> "dict[str, torch.Tensor]":
+    """Return the tensors of an adapter's base with the adapter merged into it, by name; tied ones occur once."""
+    from torchlake.checkpoints.format import untied
+
+    model, _ = from_pretrained(folder, read_head(folder).architecture)
+    return dict(untied(model.state_dict()))
 
 
 def refuse_unused(folder: Path, names: Iterable[str], *, body: str | None = None) -> None:
@@ -350,6 +361,8 @@ def from_pretrained(
     model_class: Any = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     name = model_class.__name__
     config = config if config is not None else whole_config(folder, name)
+    if adapters.is_adapter(folder):
+        return _with_adapter(folder, model_class, config, dtype, placement)
     try:
         with quiet():
             model, info = model_class.from_pretrained(
@@ -368,3 +381,30 @@ def from_pretrained(
     if name.endswith(CLASSIFIES):
         read_by_place(model)
     return model, info
+
+
+def _with_adapter(
+    folder: Path, model_class: Any, config: "PretrainedConfig", dtype: "torch.dtype | None", placement: dict[str, Any]
+) -> tuple["PreTrainedModel", dict[str, Any]]:
+    """Return the base of an adapter with the adapter merged into it in fp32, and the report on its keys.
+
+    What the base has and this model does not, such as another head, was judged before the training.
+    """
+    from torchlake.models.adapters import merging, quantized
+
+    place = adapters.find_base(folder)
+    check_folder(place)
+    if (place / atomic_io.MANIFEST).exists():
+        atomic_io.check_manifest(place)
+    model, info = from_pretrained(place, model_class, config=config, **placement)
+    kind = adapters.read_base(folder).quantize
+    if kind is not None:
+        quantized.round_weights(model, kind)
+    whole: Any = merging.merged(model, folder)
+    replaced = merging.trained_whole(folder)
+    report = {
+        "missing_keys": sorted({*info["missing_keys"]} - replaced),
+        "mismatched_keys": [key for key in info["mismatched_keys"] if key[0] not in replaced],
+        "unexpected_keys": [],
+    }
+    return whole if dtype is None else whole.to(dtype), report

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.errors import DataError, UnsafeError
+from torchlake.models.adapters import base
 from torchlake.models.folders import INDEX, WEIGHTS, weight_files
 
 MAX_ENTRIES = 10_000
@@ -85,16 +86,22 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
             raise DataError(f"{file}: refused by the rule 'bounded vocabulary': at most {MAX_VOCABULARY_BYTES:,} bytes")
     # Only of the top folder: transformers reads no other, and exports below it hold JSON of other tools.
     values = {file.name: _check_json(file) for file in files if file.suffix == ".json" and file.parent == folder}
-    if "adapter_config.json" in values:
+    adapter = base.is_adapter(folder)
+    if adapter:
+        base.check_config(folder / base.CONFIG, values[base.CONFIG])
+    elif base.CONFIG in values:
         raise DataError(
-            f"{folder / 'adapter_config.json'}: the folder holds an adapter, which refers to another model. "
+            f"{folder / base.CONFIG}: the folder holds an adapter, which refers to another model. "
             "Merge it into its base (merge_and_unload of peft) and save the result."
         )
     for name in values:
         if name.endswith(".safetensors.index.json"):
             _check_index(folder / name, values[name])
     counted = weight_files(folder)
-    if weights and not counted:
+    if weights and adapter:
+        base.check_peft(f"{folder}: an adapter")
+        base.find_base(folder)
+    elif weights and not counted:
         raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
     for file in counted:
         if not file.is_file():

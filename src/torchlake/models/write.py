@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +34,8 @@ class About:
     hub_task: str = "text-classification"
     generation: Mapping[str, Any] | None = None
     "What generation_config.json says about a model that writes texts."
+    adapter: bool = False
+    "Whether the folder holds an adapter in place of weights."
     write_weights: "Callable[[Path, Mapping[str, Any], Any], None] | None" = None
     "Writes the state dict and the configuration into a folder, in place of the two usual ways."
 
@@ -48,18 +50,23 @@ def save_model_folder(
     card: Mapping[str, Any],
     about: About = About(),
     beside: Path | None = None,
+    adapter: Path | None = None,
     site: str = "model",
 ) -> None:
     """Write a model folder atomically, replacing an older one.
 
     `model_or_state` is the model, or its full state dict by name (`config.architectures` then names the class). `card`
     fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
-    `beside` is copied into it under its name. A module that is not of transformers is written as one safetensors file.
+    `beside` is copied into it under its name; the files of the folder `adapter` take the place of weights. A module
+    that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
+    about = replace(about, adapter=adapter is not None)
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
-            if about.write_weights is not None:
+            if adapter is not None:
+                _save_beside_adapter(temporary, adapter, config, about.generation)
+            elif about.write_weights is not None:
                 about.write_weights(temporary, untied_state(model_or_state), config)
             elif about.auto_class:
                 _save_pretrained(temporary, model_or_state, config, about.generation)
@@ -130,17 +137,33 @@ def _save_pretrained(
     model.save_pretrained(folder, **state)
 
 
+def _save_beside_adapter(folder: Path, adapter: Path, config: Any, generation: Mapping[str, Any] | None) -> None:
+    """Write the configuration of the whole model, and copy the files of an adapter."""
+    import transformers
+
+    config.save_pretrained(folder)
+    if generation is not None:
+        transformers.GenerationConfig(**generation).save_pretrained(folder)
+    for path in adapter.iterdir():
+        shutil.copyfile(path, folder / path.name)
+
+
 def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:
     """Write the weights of a task's own module, and the configuration of the encoder in it, if there is one.
 
     `architectures` is empty, so that transformers does not take the weights for those of the encoder alone.
     """
+    save_weights(folder, model_or_state)
+    values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
+    atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
+
+
+def save_weights(folder: Path, model_or_state: Any) -> None:
+    """Write model.safetensors, tied tensors once."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in untied_state(model_or_state).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
-    atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
 
 
 def untied_state(model_or_state: Any) -> "Mapping[str, torch.Tensor]":
@@ -187,11 +210,18 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) 
     if auto_class:
         images = auto_class.endswith("ForImageClassification")
         name, processor = ("processor", "AutoImageProcessor") if images else ("tokenizer", "AutoTokenizer")
+        with_what, imports, made = "transformers", auto_class, f"model = {auto_class}.from_pretrained(folder)\n"
+        if about.adapter:
+            with_what, imports = "transformers and peft", f"AutoConfig, {auto_class}"
+            made = (
+                f"base = {auto_class}.from_pretrained({str(card.get('base'))!r}, "
+                "config=AutoConfig.from_pretrained(folder))\n"
+                "model = PeftModel.from_pretrained(base, folder)  # from peft import PeftModel\n"
+            )
         text += (
-            "\nWith transformers:\n\n```python\n"
-            f"from transformers import {auto_class}, {processor}\n"
-            f"model = {auto_class}.from_pretrained(folder)\n"
-            f"{name} = {processor}.from_pretrained(folder)\n```\n"
+            f"\nWith {with_what}:\n\n```python\n"
+            f"from transformers import {imports}, {processor}\n"
+            f"{made}{name} = {processor}.from_pretrained(folder)\n```\n"
         )
     return text + ("\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n")
 

@@ -105,10 +105,7 @@ class ComputeWeights(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
-        for parameter, places in self._places.items():
-            copy = parameter.to(self._dtype)
-            for held, name in places:
-                held[name] = copy
+        self._place()
         try:
             output = self.model(*args, **kwargs)
         except BaseException:
@@ -117,6 +114,21 @@ class ComputeWeights(nn.Module):
         if not torch.is_grad_enabled():
             self.restore()
         return output
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Keep the copies in place for several passes without gradients."""
+        self._place()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def _place(self) -> None:
+        for parameter, places in self._places.items():
+            copy = parameter.to(self._dtype)
+            for held, name in places:
+                held[name] = copy
 
     def restore(self) -> None:
         """Put the fp32 parameters back."""

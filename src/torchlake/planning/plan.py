@@ -54,6 +54,10 @@ HEADROOM = 0.9
 "Usable share of a device's memory; the rest is allocator overhead."
 
 
+QUANTIZED_BYTES = {"nf4": 0.516, "int8": 1.0}
+"Bytes of a weight of model.quantize, its share of the scales included."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Tokens of the training rows in one epoch, with special tokens, without padding."""
@@ -267,6 +271,10 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )
+    if job.model.quantize is not None:
+        inside = parameters.layers / parameters.total  # embeddings and heads are not quantized
+        outside = (1 - inside) * (2 if setting.weights else 4)
+        setting = replace(setting, frozen_bytes=inside * QUANTIZED_BYTES[job.model.quantize] + outside)
     return Workload(
         shape=shape,
         parameters=parameters,
@@ -276,7 +284,7 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
         seed=train.seed,
-        by_length=not plugins.load("tasks", job.model.task).couples(table.spec),
+        by_length=not plugins.load("tasks", job.task).couples(table.spec),
     )
 
 
@@ -287,7 +295,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
         "train.fsdp.tensor_parallel (counted as 1)": train.fsdp.tensor_parallel > 1,
         "train.precision=fp16, in which a language model's logits stay whole": train.precision == "fp16"
-        and plugins.load("tasks", job.model.task).packs,
+        and plugins.load("tasks", job.task).packs,
         "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
         "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
         "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,
@@ -361,7 +369,7 @@ def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | 
     strategy = plugins.load("strategies", sharding.plugin)
     if strategy.MAX_RANKS is not None and ranks > strategy.MAX_RANKS:
         return f"runs on {strategy.MAX_RANKS} process"
-    never: str | None = strategy.never.get(job.model.task)
+    never: str | None = strategy.never.get(job.task)
     if never is None and here:
         never = strategy.refusal(job.train)
     return never

@@ -81,7 +81,7 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
     unusable labels and for a table without a usable row.
     """
-    task, options = plugins.load("tasks", job.model.task), read_options_of(job, "train")
+    task, options = plugins.load("tasks", job.task), read_options_of(job, "train")
     drafted = with_table(draft_spec(job), job.data.train, options)
     table = open_table(job.data.train, columns=drafted.columns, options=options)
     check_training_columns(table.schema, task, drafted, table.source, base)
@@ -269,11 +269,16 @@ def _with_frozen(parameters: Parameters, model: "nn.Module", layers: "nn.ModuleL
     return replace(parameters, trainable=trainable, matrices_trainable=round(times * trained))
 
 
+def _named(model: "nn.Module", last: str) -> "nn.Module | None":
+    """Return the first module with this last part of its name."""
+    return next((module for name, module in model.named_modules() if name.rpartition(".")[2] == last), None)
+
+
 def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:
     """Add LoRA's two matrices for each linear layer (or those in `lora.targets`) to the counts.
 
-    These and a copy of a classifier's head, including the encoder's pooler, are trainable; everything else is frozen,
-    also a language model's head.
+    These and a copy of a classifier's head, including the encoder's pooler, and of `lora.also_train` are trainable;
+    everything else is frozen, also a language model's head.
     """
 
     def added(module: "nn.Module") -> int:
@@ -284,7 +289,9 @@ def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora
     body, words = body_name(model), getattr(model, "get_output_embeddings", lambda: None)()
     beside = [child for name, child in model.named_children() if name != body and child is not words]
     pooler = getattr(getattr(model, body, None), "pooler", None)
-    head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
+    ends = {"embed_tokens": getattr(model, "get_input_embeddings", lambda: None)(), "lm_head": words}
+    copied = [ends.get(name) or _named(model, name) for name in lora.also_train or ()]
+    head = sum(map(_numbers, [*beside, *(each for each in (pooler, *copied) if each is not None)]))
     matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))
     return replace(
         parameters,
@@ -322,7 +329,7 @@ def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bo
     """Read the label column from the sample or, if that does not suffice, from the whole table as training does."""
     column, separator = job.data.label, job.data.label_separator
     find = partial(
-        plugins.load("tasks", job.model.task).find_labels,
+        plugins.load("tasks", job.task).find_labels,
         problem=job.data.problem,
         drop_bad=job.data.bad_rows == "drop",
     )

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from torchlake import plugins
 from torchlake.config.job import Job
-from torchlake.errors import ConfigError, TableError
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import ConfigError, TableError, UsageError
 from torchlake.preparation.problem import draft_spec
 from torchlake.runs.folder import read_options_of, stored_tables
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.table import open_table
+from torchlake.tasks import Task
 
 
 def check_tables(job: Job, *, spread: Spread = in_process, trained: Path | None = None) -> None:
@@ -31,12 +33,44 @@ def check_tables(job: Job, *, spread: Spread = in_process, trained: Path | None 
 
 def check_metric(job: Job) -> None:
     """Raise ConfigError for a `train.metric` that no validation of the task can have."""
-    task, wanted = plugins.load("tasks", job.model.task), job.train.metric
+    task, wanted = plugins.load("tasks", job.task), job.train.metric
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
         raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
-    choices = list(dict.fromkeys(["loss", *task.directions]))
+    _check_language(job, task)
+    writing = job.train.validate_writing
+    choices = list(dict.fromkeys(["loss", *task.directions, *([] if writing is None else [writing.metric])]))
     if wanted is not None and wanted not in choices:
         raise ConfigError(unknown_metric(wanted, task.name, choices))
+
+
+def check_writing(job: Job, spec: TaskSpec) -> None:
+    """Raise ConfigError for train.validate_writing if the rows have no answers apart from their prompts."""
+    if job.train.validate_writing is None or spec.problem in ("next_answer_token", "text"):
+        return
+    if spec.problem != "next_token":
+        raise ConfigError(f"train.validate_writing: the rows of model.task={spec.task} have no answer that is expected")
+    raise ConfigError(
+        f"train.validate_writing needs prompts and answers, and data.text ({spec.text}) is learned whole, as one text. "
+        "Name conversations with data.learn=assistant, or a column of answers (data.completion), or leave it out."
+    )
+
+
+def _check_language(job: Job, task: Task) -> None:
+    """Raise UsageError for settings that only language models have."""
+    if job.train.neftune is not None and not (task.generates and task.packs):
+        raise UsageError(
+            f"train.neftune is noise for causal language models (model.task=text_generation); model.task={task.name} "
+            "does not train one. Leave it out."
+        )
+    if job.train.validate_writing is None:
+        return
+    if not task.generates:
+        raise UsageError(
+            f"train.validate_writing: models of model.task={task.name} do not write texts. Leave it out; "
+            "train.metric names what a validation measures."
+        )
+    if job.data.validation is None:
+        raise ConfigError("train.validate_writing needs validation rows; data.validation is null")
 
 
 def unknown_metric(wanted: str, of: str, choices: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from torchlake.tasks._whole_rows import LEARNED, MERGED, SEQUENCES, TOO_LONG, TY
 def with_table(spec: TaskSpec, table: StoredTable, options: ReadOptions, spread: Spread = in_process) -> TaskSpec:
     """Return the task, completed by what a table holds. Raises TableError if it cannot be read."""
     task = plugins.load("tasks", spec.task)
-    if not task.packs:
+    if not (task.packs or task.pairs):
         return spec
     opened = open_table(table, options=options, spread=spread)
     found: TaskSpec = task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))

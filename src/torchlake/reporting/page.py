@@ -43,6 +43,7 @@ def render(facts: Mapping[str, Any]) -> str:
         ("", "Data", "rows", facts["data"]),
         ("full", "Data checks", "lines", [Finding(**one).line for one in facts["findings"]]),
         ("full", "Validations", "grid", validation[-VALIDATIONS_SHOWN:]),
+        ("full", "Written at the last validation", "grid", facts["texts"]),
         ("", "Model", "rows", _given(facts["model"])),
         *_of_job(job),
         ("", "Checkpoints", "grid", facts["checkpoints"]),

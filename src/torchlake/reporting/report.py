@@ -15,12 +15,13 @@ from torchlake import atomic_io
 from torchlake.checkpoints import location
 from torchlake.config.job import load_job
 from torchlake.errors import DataError, StorageError, UsageError
+from torchlake.models.folders import ADAPTER_TENSORS, WEIGHTS
 from torchlake.preparation import summary
 from torchlake.redaction import redacted
 from torchlake.reporting.doctor import doctor
 from torchlake.reporting.page import Point, render, render_folds
 from torchlake.runs import metrics_log
-from torchlake.runs.folder import FOLDS
+from torchlake.runs.folder import FOLDS, WRITTEN
 from torchlake.tables.record import local_output
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
             "validations": validations,
+            "texts": _written(folder),
             "checkpoints": [{key: entry[key] for key in ("step", "bytes", "world_size")} for entry in checkpoints],
             "warnings": _warnings(folder / "logs"),
             "machine": {**found["machine"], **found["devices"]},
@@ -175,12 +177,19 @@ def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
 def _model(folder: Path) -> dict[str, Any]:
     if not (folder / "task.json").is_file():
         return {}
-    weights = folder / "model.safetensors"
+    weights = folder / (ADAPTER_TENSORS if (folder / ADAPTER_TENSORS).is_file() else WEIGHTS)
     return {
         **atomic_io.read_json(folder / "task.json"),
         "folder": str(folder),
         "weights_bytes": weights.stat().st_size if weights.is_file() else None,
     }
+
+
+def _written(folder: Path) -> list[dict[str, Any]]:
+    """Return the texts that the last validation wrote; none if validations write nothing."""
+    found = sorted((folder / WRITTEN).glob("step_*.json"))
+    texts: list[dict[str, Any]] = atomic_io.read_json(found[-1])["texts"] if found else []
+    return texts
 
 
 def _warnings(folder: Path) -> list[str]:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
+WRITTEN = "written"
+"The folder with the texts that each validation wrote."
 RESULT = "result.json"
 FOLDS = "folds.json"
 "The file of a cross-validation's folder with its job and the number of folds."

@@ -58,8 +58,10 @@ def measure(
     if not isinstance(hidden, int) or not repeated:
         return Speed(rate=None, per_token=0.0, per_pair=0.0)
     times = max(1.0, (getattr(config, "num_hidden_layers", None) or len(repeated)) / len(repeated))  # shared layers
+    # A packed weight holds two numbers of its layer in a byte.
+    sizes = {id(each.weight): each.in_features * each.out_features for each in _linear(repeated)}
     matrices = [each for layer in repeated for each in layer.parameters() if each.ndim == 2]
-    counted = sum((6 if each.requires_grad else 4) * each.numel() for each in matrices) * times
+    counted = sum((6 if each.requires_grad else 4) * sizes.get(id(each), each.numel()) for each in matrices) * times
     head = 6 * hidden * int(getattr(config, "vocab_size", 0)) if per_token else 0
     # A token that predicts the next one attends to half of its row on average.
     pairs = 12 * len(repeated) * times * hidden * (0.5 if per_token else 1)
@@ -67,6 +69,10 @@ def measure(
     if device.type == "cuda":
         rate = matrix_rate(hidden, WIDENED * hidden, device=device, dtype=dtype, seconds=MEASURED_S)
     return Speed(rate=rate, per_token=counted + head, per_pair=pairs)
+
+
+def _linear(layers: Sequence[nn.Module]) -> list[nn.Linear]:
+    return [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
 
 
 def matrix_rate(inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype, seconds: float) -> float:

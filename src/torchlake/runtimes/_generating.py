@@ -42,15 +42,29 @@ AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 "Relative to the largest logit: above rounding, below the effect of other positions."
 
 
-def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
-    """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device."""
+def generator(
+    model: Any,
+    folder: Path,
+    options: GenerationOptions,
+    *,
+    ends: Sequence[int] = (),
+    while_training: bool = False,
+    together: bool = False,
+) -> Forward:
+    """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device.
+
+    `ends`: the end tokens, in place of the folder's. `while_training`: tensors stay usable for gradients. `together`:
+    all ranks compute as many tokens, because they gather weights together; each has one prompt at a time if padding
+    matters.
+    """
+    without_gradients: Any = torch.no_grad if while_training else torch.inference_mode
     tokenizer, own = load_tokenizer(folder), settings_of(folder)
     reads_apart = bool(model.config.is_encoder_decoder)
     if reads_apart and "decoder_start_token_id" not in own:
         own["decoder_start_token_id"] = own["bos_token_id"] if "bos_token_id" in own else decoder_start(model.config)
     if options.language is not None:
         own["forced_bos_token_id"] = language_token(folder, options.language)
-    ends = own["eos_token_id"] = _ends(own, tokenizer)
+    ends = own["eos_token_id"] = list(ends) or _ends(own, tokenizer)
     # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
@@ -66,13 +80,14 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
         before = 1 if reads_apart else ids.shape[1]  # tokens of the output that are not the answer
         choosing = _Choosing(options, draws(input_ids, attention_mask, options), before, model.device)
         stopping = _Stopping(tokenizer, options.stop, ends, (len(ids), before))
-        with torch.inference_mode():
+        with without_gradients():
             out = model.generate(
                 input_ids=torch.from_numpy(ids).to(model.device),
                 attention_mask=torch.from_numpy(mask).to(model.device),
                 generation_config=config,
                 logits_processor=[choosing],
                 stopping_criteria=[stopping] if options.stop else [],
+                synced_gpus=together,
             )
         written = out[:, before:].cpu().numpy()
         if own.get("forced_eos_token_id") is not None and written.shape[1] == options.max_new_tokens:
@@ -81,10 +96,12 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
         answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
         return answers
 
-    return _length_by_length(generate) if not reads_apart and _reads_padding(model, config) else generate
+    with without_gradients():
+        padding_matters = not reads_apart and _reads_padding(model, config, together=together)
+    return _in_parts(generate, one_by_one=together) if padding_matters else generate
 
 
-def _reads_padding(model: Any, config: GenerationConfig) -> bool:
+def _reads_padding(model: Any, config: GenerationConfig, *, together: bool) -> bool:
     """Return whether padding before a prompt changes the logits of the two tokens after it.
 
     It does in XLNet, and in the decoders of BART and similar models, whose positions begin at the padding.
@@ -95,36 +112,35 @@ def _reads_padding(model: Any, config: GenerationConfig) -> bool:
 
     def logits(ids: list[list[int]], mask: list[list[int]]) -> torch.Tensor:
         sent = [torch.tensor(each, device=model.device) for each in (ids, mask)]
-        made: Any = model.generate(input_ids=sent[0], attention_mask=sent[1], generation_config=first)
+        options: dict[str, Any] = {"generation_config": first, "synced_gpus": together}
+        made: Any = model.generate(input_ids=sent[0], attention_mask=sent[1], **options)
         return torch.stack(made.logits, dim=1).float()
 
     long, short = ([number * 7 % size for number in range(1, length + 1)] for length in (11, 5))
     padding = len(long) - len(short)
     masks = [[1] * len(long), [0] * padding + [1] * len(short)]
-    with torch.inference_mode():
-        try:
-            alone = logits([short], [[1] * len(short)])[0]
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            if ran_out_of_memory(error):
-                raise
-            raise DataError(
-                f"a model of type {model.config.model_type!r} cannot generate: {in_words(error)}"
-            ) from error
-        try:
-            beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
-        except (ValueError, IndexError):  # it computes prompts without padding only
-            return True
+    try:
+        alone = logits([short], [[1] * len(short)])[0]
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise DataError(f"a model of type {model.config.model_type!r} cannot generate: {in_words(error)}") from error
+    try:
+        beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
+    except (ValueError, IndexError):  # it computes prompts without padding only
+        return True
     return not bool((alone - beside).abs().max() <= AGREEMENT[model.dtype] * max(1.0, float(alone.abs().max())))
 
 
-def _length_by_length(generate: Forward) -> Forward:
-    """Return `generate` for prompts of one length after the other."""
+def _in_parts(generate: Forward, *, one_by_one: bool) -> Forward:
+    """Return `generate` for prompts of one length after the other, or one prompt after the other."""
 
     def generate_each(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         lengths = attention_mask.sum(axis=1)
         parts, places = [], []
-        for length in np.unique(lengths):
-            rows = np.flatnonzero(lengths == length)
+        groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+        for rows in np.arange(len(lengths))[:, None] if one_by_one else groups:
+            length = lengths[rows[0]]
             parts.append(generate(input_ids=input_ids[rows, :length], attention_mask=attention_mask[rows, :length]))
             places.append(rows)
         answers: np.ndarray = np.concatenate(parts)[np.argsort(np.concatenate(places))]

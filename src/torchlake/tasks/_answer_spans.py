@@ -135,6 +135,9 @@ class AnswerEncoder:
             first = encoding.char_to_token(start) if stop > start else None
             if first is not None:  # None: the text ends before the span
                 last = encoding.char_to_token(stop - 1)
+                # A character of several bytes may be several tokens, of which that is the first.
+                while last is not None and last + 1 < len(ids) and _begins_before(encoding, last + 1, stop):
+                    last += 1
                 learned[first : len(ids) if last is None else last + 1] = True
         return np.where(learned, ids, ~ids), self._merged(encoding, made, ids, whole)
 
@@ -162,3 +165,9 @@ class AnswerEncoder:
         if piece not in self.known:
             self.known[piece] = self.tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids
         return bool(self.known[piece] == ids[begin:first].tolist())
+
+
+def _begins_before(encoding: Any, token: int, stop: int) -> bool:
+    """Return whether a token is of a character before `stop`; special tokens that were added are of none."""
+    characters = encoding.token_to_chars(token)
+    return characters is not None and characters[0] < stop and characters[1] > characters[0]

@@ -32,14 +32,19 @@ class WritingTask(BaseTask):
         self, folder: Path, model_or_state: Any, config: Any, processor: Any, spec: TaskSpec, **card: Any
     ) -> None:
         """Write a model folder, with the settings of the base's generation_config.json; its texts end as in training,
-        answers with the end token of a turn."""
-        own = settings_of(Path(processor.name_or_path))
-        named = own.get("eos_token_id", [])
-        ends = {*(named if isinstance(named, list) else [named]), processor.eos_token_id}
-        ends |= {turn_end(processor) if spec.whole else None} - {None}
-        own["eos_token_id"] = sorted(ends) if len(ends) > 1 else processor.eos_token_id
+        too."""
+        base = Path(processor.name_or_path)
+        own, ends = settings_of(base), self.end_tokens(base, processor, spec)
+        own["eos_token_id"] = ends if len(ends) > 1 else processor.eos_token_id
         about = write.About(auto_class=self.auto_class, hub_task=self.hub_task, generation=own)
         write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
+
+    def end_tokens(self, base: Path, tokenizer: Any, spec: TaskSpec) -> list[int]:
+        """Return the tokens that end the texts of a model that is trained from `base`, and a turn of its template."""
+        named = settings_of(base).get("eos_token_id", [])
+        turn = turn_end(tokenizer) if spec.whole else None
+        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, turn}
+        return sorted(ends - {None})
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED

@@ -40,7 +40,16 @@ from torchlake.progress import progress as progress_bar
 from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
 from torchlake.training.model.setup import make_train_state
-from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
+from torchlake.training.model.writing import Exercises, choose_exercises, store_texts, write_answers
+from torchlake.training.rows import (
+    RankSettings,
+    Rows,
+    load_rows,
+    pack_rows,
+    planned_batches,
+    steps_per_epoch,
+    total_steps,
+)
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 from torchlake.training.validation import validate
@@ -86,8 +95,10 @@ def _run(
     group: distributed.Group, settings: RankSettings, stop_requested: Callable[[], bool]
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Train; return the summary and a function that writes the model folder. Neither refers to the process group."""
-    training, validation = load_rows(settings, group)
+    training, held_out = load_rows(settings, group)
+    validation = None if held_out is None else pack_rows(held_out, settings.spec)
     train = settings.job.train
+    exercises = None if held_out is None else choose_exercises(settings.job, settings.spec, held_out)
     total = total_steps(train, steps_per_epoch(training, train, settings.spec))
     schedule.check(total, train)
     state, progress = make_train_state(settings, group, training)
@@ -99,7 +110,7 @@ def _run(
     if group.device.type in TRIED_ON:
         try_largest(state, largest_batch(training, state, settings), train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
-        train_loop(settings, state, progress, training, validation, stop_requested, writer)
+        train_loop(settings, state, progress, training, (validation, exercises), stop_requested, writer)
         writer.finish()
     metrics = progress.best["metrics"] if progress.best else {LOSS: progress.loss}
     card = {
@@ -132,11 +143,15 @@ def train_loop(
     state: TrainState,
     progress: TrainProgress,
     training: Rows,
-    validation: Rows | None,
+    validating: tuple[Rows | None, Exercises | None],
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> None:
-    """Train from `progress`, which is updated in place, to the last step; the last checkpoint may still be writing."""
+    """Train from `progress`, which is updated in place, to the last step; the last checkpoint may still be writing.
+
+    `validating` has the validation rows, and the prompts that the model answers at each validation.
+    """
+    validation, exercises = validating
     train, group = settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = total_steps(train, per_epoch)
@@ -170,7 +185,7 @@ def train_loop(
             if validation is not None and validate_now:
                 outcome = None
                 if not votes.stop:  # else it could take longer than a cluster's grace period
-                    outcome = _validate(settings, state, progress, validation, stop_requested, writer)
+                    outcome = _validate(settings, state, progress, (validation, exercises), stop_requested, writer)
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
@@ -208,15 +223,20 @@ def _validate(
     settings: RankSettings,
     state: TrainState,
     progress: TrainProgress,
-    rows: Rows,
+    validating: tuple[Rows, Exercises | None],
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> metrics_log.Line | None:
     """Validate the model, or the average of its weights, and save it if it is the best so far. None if a stop was
     requested."""
-    averaged = settings.job.train.ema is not None
+    averaged, (rows, exercises) = settings.job.train.ema is not None, validating
     with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
         outcome = validate(state, rows, stop_requested)
+        if outcome is not None and exercises is not None:
+            answers = write_answers(state, exercises, stop_requested)
+            outcome = None if answers is None else outcome | answers[0]
+            if answers is not None and state.group.rank == 0:
+                store_texts(Path(settings.run), progress.step, answers[1])
         if outcome is not None:
             saving.save_if_best(settings, state, progress, outcome, writer)
             if averaged:

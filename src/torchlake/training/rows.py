@@ -71,7 +71,7 @@ class Rows:
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     """Return the training and the validation rows, memory-mapped; one rank of each machine builds the caches.
 
-    Validation rows of a task that packs are blocks, in the order of the table.
+    None is packed yet.
     """
     folders = [Path(folder) for folder in (settings.tokens, settings.validation_tokens) if folder is not None]
     caches = [Path(settings.run) / "cache" / folder.name for folder in folders]
@@ -86,8 +86,8 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     assert hashes is not None, "prepared with the rows"
     kept, held_out = divide(settings.job, classes, hashes)
     if len(tables) == 2:
-        return Rows(tables[0], kept), pack_rows(Rows(tables[1], np.arange(len(tables[1]))), spec)
-    return Rows(tables[0], kept), None if held_out is None else pack_rows(Rows(tables[0], held_out), spec)
+        return Rows(tables[0], kept), Rows(tables[1], np.arange(len(tables[1])))
+    return Rows(tables[0], kept), None if held_out is None else Rows(tables[0], held_out)
 
 
 def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:

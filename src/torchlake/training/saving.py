@@ -22,8 +22,11 @@ from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
-from torchlake.metrics import lower_is_better
-from torchlake.models.folders import base_folder
+from torchlake.metrics import DIRECTIONS, lower_is_better
+from torchlake.models.adapters import quantized
+from torchlake.models.adapters.base import write_base
+from torchlake.models.adapters.merging import merged
+from torchlake.models.folders import ADAPTER, base_folder
 from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.storage import lease
@@ -73,7 +76,7 @@ def save_if_best(
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
+    sign = -1 if lower_is_better(settings.metric, {**DIRECTIONS, **state.task.directions}) else 1
     before = progress.best
     progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
@@ -103,7 +106,6 @@ def model_exporter(
     if progress.best is None and settings.job.train.ema is not None:
         tensors |= format.load_field(stored, averages.AVERAGE, state.names)
     store.delete_fetched()
-    options = settings.job.model.lora
     write = partial(
         state.task.save_model, config=state.config, processor=state.processor, spec=settings.spec, card=card
     )
@@ -116,14 +118,26 @@ def model_exporter(
             whole[name].copy_(tensor)
         write(folder, model_or_state=whole)
 
-    def write_merged(folder: Path) -> None:
-        assert options is not None, "else it would have no adapters"
-        base = _initial_model(settings)
-        with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
-            merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
-            write(folder, model_or_state=merge_adapters, beside=Path(scratch) / lora.ADAPTER)
+    return write_beside_frozen if settings.job.model.lora is None else partial(_write_adapter, settings, tensors, write)
 
-    return write_beside_frozen if options is None else write_merged
+
+def _write_adapter(
+    settings: RankSettings, tensors: dict[str, torch.Tensor], write: Callable[..., None], folder: Path
+) -> None:
+    """Write the model folder of a training with adapters: with them merged into the base, or alone."""
+    model, job = _initial_model(settings), settings.job
+    assert job.model.lora is not None, "else there would be no adapters"
+    with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
+        adapter, auto_class = Path(scratch) / ADAPTER, plugins.load("tasks", settings.spec.task).auto_class
+        base = lora.write_adapter(job, model, tensors, adapter, auto_class)
+        if not job.model.lora.merge:
+            assert base is not None, "checked before the training"
+            write_base(adapter, base)
+            write(folder, model_or_state={}, adapter=adapter)
+            return
+        if job.model.quantize is not None:
+            quantized.round_weights(model, job.model.quantize)
+        write(folder, model_or_state=dict(merged(model, adapter).state_dict()), beside=adapter)
 
 
 def _initial_model(settings: RankSettings) -> Any:

@@ -83,6 +83,8 @@ def train_step(
     rate = learning_rate(progress.step, total, train)
     set_learning_rate(state.optimizer, rate)
     targets = state.num_targets(rows)
+    if state.noise is not None:
+        state.noise.step = progress.step
     scale = progress.loss_scale if state.precision.dtype is torch.float16 else 1.0
     with distributed.explain_lost_peers(group, doing):
         seed = step_seed(train.seed, progress.step, group.data_rank)

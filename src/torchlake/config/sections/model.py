@@ -42,9 +42,22 @@ class ModelConfig(BaseModel):
     bits; flex needs a GPU."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of all weights; null: train all weights."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Keep the frozen weights of the layers in 4 bits (nf4, QLoRA, Dettmers et al. 2023) or 8 bits (int8), by
+    bitsandbytes; needs lora. null: as they are; on GPUs in bf16."""
     freeze: Freeze | None = None
     """What is not trained: embeddings; a number: the first layers and the embeddings; body: all but the head; or a list
     of names or patterns of modules and parameters ("bert.encoder.layer.0", "*.bias"); null: nothing."""
+
+    @field_validator("quantize")
+    @classmethod
+    def _adapters_learn(cls, quantize: str | None, given: ValidationInfo) -> str | None:
+        lora = given.data.get("lora")
+        if quantize is not None and lora is None and "lora" in given.data:
+            raise ValueError("quantized weights cannot be trained: model.quantize needs model.lora; write lora: {}")
+        if quantize is not None and lora is not None and lora.init == "pissa":
+            raise ValueError("model.lora.init=pissa changes the weights of the base, which quantize keeps in few bits")
+        return quantize
 
     @field_validator("freeze")
     @classmethod

@@ -68,3 +68,18 @@ class LoraOptions(BaseModel):
     """Dropout of x before A, in training."""
     targets: tuple[Name, ...] | None = Field(default=None, min_length=1)
     """Last parts of the names of the linear layers to adapt ("query"); null: all but the head."""
+    rslora: Bool = False
+    """Scale by alpha / sqrt(rank), so that a larger rank learns more (rsLoRA, Kalajdzievski 2023)."""
+    dora: Bool = False
+    """Learn the length of each output's weights apart from their direction (DoRA, Liu et al. 2024); slower."""
+    init: Literal["default", "gaussian", "pissa"] = "default"
+    """First values. default: A uniform, B zero; gaussian: A normal with deviation 1 / rank, B zero; pissa: the largest
+    singular values and vectors of the weights, which are taken out of the frozen part (PiSSA, Meng et al. 2024)."""
+    learning_rate_ratio: Float = Field(default=1.0, gt=0)
+    """The learning rate of B, in learning rates of A, such as 16 (LoRA+, Hayou et al. 2024)."""
+    also_train: tuple[Name, ...] | None = Field(default=None, min_length=1)
+    """Modules that are trained whole: embed_tokens (the word embeddings), lm_head (a language model's head), or the
+    last parts of other modules' names; null: none but a new head."""
+    merge: Bool = True
+    """Write the whole model, with the adapter merged into it; false: the adapter alone, with the name, revision and
+    hash of its base, as peft and vLLM load it."""

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from torchlake.config.messages import expected
+from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions
 from torchlake.config.task_spec import label_name
 from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName
@@ -51,6 +52,20 @@ def _two_numbers(value: Any) -> Any:
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_two_numbers)]
+
+
+class WritingConfig(BaseModel):
+    """What the model writes at each validation, and how it is measured."""
+
+    model_config = STRICT
+
+    rows: Int = Field(default=64, ge=1)
+    """Validation rows whose prompts the model answers, spread evenly over the table; the same at each validation."""
+    max_new_tokens: Int = Field(default=64, ge=1)
+    """Maximum tokens of an answer."""
+    metric: Literal["exact_match", "token_f1", "chrf", "json_valid"] = "exact_match"
+    """exact_match: equal to the row's own answer; token_f1: words in common; chrf: n-grams of characters in common, 0
+    to 100; json_valid: the answer is JSON."""
 
 
 class TrainConfig(BaseModel):
@@ -91,6 +106,10 @@ class TrainConfig(BaseModel):
     """Share of each target that is spread evenly over all classes."""
     focal_gamma: Float = Field(default=0.0, ge=0)
     """Focal loss: each target's loss is multiplied by (1 - its probability) to this power, such as 2; 0: not."""
+    preference: PreferenceOptions | None = None
+    """The loss of pairs of answers (data.chosen, data.rejected); null: dpo with its defaults."""
+    neftune: Float | None = Field(default=None, gt=0)
+    """Noise on the word embeddings in training, for language models, such as 5 (NEFTune); null: none."""
     ema: Float | None = Field(default=None, gt=0, lt=1)
     """Decay of a moving average of the weights, such as 0.999, for validations and the saved model; null: none."""
     clip_norm: Float | None = Field(default=1.0, gt=0)
@@ -128,6 +147,9 @@ class TrainConfig(BaseModel):
     """Number of checkpoints to keep. null: two while the run trains, and the last one when it has finished."""
     validate_every: Interval = Field(default="epoch", validate_default=True)
     """Interval between validations: "epoch" or "200steps"."""
+    validate_writing: WritingConfig | None = None
+    """Let the model write answers at each validation, greedily, for text_generation with answers and
+    text2text_generation; the texts are in the report. null: validations have the loss alone."""
     metric: Name | None = None
     """Validation metric that selects the best model; null: the default of the task."""
     patience: Int | None = Field(default=None, ge=1)

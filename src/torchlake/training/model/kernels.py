@@ -66,8 +66,18 @@ def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: pro
 def convert_frozen(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # else its bits are those of several weights
             parameter.data = parameter.data.to(dtype)
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Turn off dropout: it would hide the small differences between two answers, and from the reference."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def recompute_activations(model: nn.Module, how: bool | str) -> None:

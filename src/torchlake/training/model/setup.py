@@ -27,8 +27,10 @@ from torchlake.data.features import Features, take
 from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
+from torchlake.models.adapters import quantized
 from torchlake.models.folders import base_folder
 from torchlake.models.load import TaskSpec
+from torchlake.optim.noise import EmbeddingNoise
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.parameters import freeze, layer_scales, layers
 from torchlake.optim.precision import find_precision
@@ -52,7 +54,8 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     job, spec = settings.job, settings.spec
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     loads = group.rank == 0 or not strategy.receives(job.train, group)
-    base, model = _build(job, spec, task, empty=not loads)
+    saved = None if settings.checkpoint is None else Path(settings.checkpoint)
+    base, model = _build(job, spec, task, empty=not loads, draw=loads and saved is None)
     processor = task.load_processor(base_folder(job.model.base), spec, scoring=False)
     made = probes.features(task, processor, spec) or _first_rows(training)
     traits = None
@@ -60,19 +63,20 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         traits = asdict(find_traits(model, base, task, made, processor, job, spec, group.device))
     shared = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
     probes.freeze(model, shared.unreached)
-    scales = layer_scales(model, job.train.layer_decay)
+    scales = lora.rate_scales(model, job.model.lora, layer_scales(model, job.train.layer_decay))
     names = trainable_names(model, job.train, scales)
-    saved = None if settings.checkpoint is None else Path(settings.checkpoint)
     stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in shared.stored}
     if loads and saved is not None:
-        format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
+        _load_trained(saved, model, stored, job)
     train = job.train.model_copy(update={"precision": shared.precision})
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
-    speed = measure(
-        layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
-    )
+    dtype, per_token = precision.dtype or torch.float32, task.packs or task.pairs
+    speed = measure(layers(model), config, per_token=per_token, device=group.device, dtype=dtype)
     _set_up(model, base, shared, job, train, spec, task, group)
+    if job.model.quantize is not None and settings.strategy == "fsdp":
+        quantized.store_as(model, precision.dtype or torch.float32)
+    noise = None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed)
     model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
     module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
@@ -104,8 +108,16 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         isolates=shared.isolates,
         one_line=job.model.attention == "flash",
         chunked=shared.after_head is not None,
+        noise=noise,
         equal_lengths=shared.equal_lengths,
     ), progress
+
+
+def _load_trained(saved: Path, model: nn.Module, stored: Mapping[str, Any], job: Job) -> None:
+    """Load the tensors that a checkpoint has."""
+    format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
+    if job.model.lora is not None and job.model.lora.init == "pissa":
+        lora.take_out(model)
 
 
 def _first_rows(training: Rows) -> Features:
@@ -116,15 +128,20 @@ def _first_rows(training: Rows) -> Features:
     return Features(arrays=arrays, lengths=lengths, cut=np.zeros_like(lengths))
 
 
-def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool) -> tuple[Any, nn.Module]:
-    """Return the base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
+def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool, draw: bool) -> tuple[Any, nn.Module]:
+    """Return the base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device.
+
+    `draw`: the first values of adapters are drawn, else they are loaded or received.
+    """
     torch.manual_seed(job.train.seed)
     base = task.base_model(base_folder(job.model.base), spec, empty=empty)
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
+    if job.model.quantize is not None:
+        quantized.quantize(base, job.model.quantize)
     with torch.device("meta" if empty else "cpu"):
-        return base, lora.add_adapters(base, job.model.lora)
+        return base, lora.add_adapters(base, job.model.lora, draw=draw)
 
 
 def _set_up(
@@ -145,6 +162,8 @@ def _set_up(
         kernels.convert_frozen(model, precision.dtype)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
+    if task.pairs:
+        kernels.drop_nothing(model)
     if train.compile:
         kernels.compile_layers(base, static=spec.problem == "next_token")
 

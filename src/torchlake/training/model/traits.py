@@ -16,6 +16,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Features
 from torchlake.errors import ConfigError, TaskError
 from torchlake.models import probes
+from torchlake.models.adapters import files
 from torchlake.optim.optimizers import trainable_names
 from torchlake.optim.precision import find_precision
 from torchlake.training.model import kernels
@@ -69,7 +70,7 @@ def find_traits(
         try_task(model, task, batch, processor, spec)
     equal_lengths = (
         task.checks_padding
-        and not task.packs
+        and not (task.packs or task.pairs)
         and "attention_mask" in batch
         and probes.padding_matters(model, task, made, processor, spec)
     )
@@ -80,12 +81,13 @@ def find_traits(
         )
     weights = model.state_dict()
     if not stores_all(job):
-        weights = {name: weights[name] for name in trainable_names(model, train)}
-    rows = [each["input_ids"][0] for each in batches] if task.packs else []
-    isolates = spec.whole and probes.isolates(model, rows, dict(task.forward_options))
+        first = [name for name in weights if name.endswith((files.FIRST_A, files.FIRST_B))]
+        weights = {name: weights[name] for name in [*trainable_names(model, train), *first]}
+    rows = [each["input_ids"][0] for each in batches] if task.packs or task.pairs else []
+    isolates = (spec.whole or task.pairs) and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.packs and find_precision(precision, device).dtype is not torch.float16
+    chunked = (task.packs or task.pairs) and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
         isolates = kernels.passes_positions(base, torch.from_numpy(rows[1])[None], dict(task.forward_options))
     return Traits(
