@@ -90,7 +90,7 @@ def packed_facts(prepared: Path, training: np.ndarray, spec: TaskSpec) -> dict[s
     """Return what the blocks of the rows `training` (N,), of those that can be trained on, are made of.
 
     `learned` tokens, `blocks`, and the share of them that is `filled`; rows that are `cut`, and rows of the table that
-    are `dropped`; rows in which an answer follows other tokens than `predict` feeds (`other_prompt`).
+    are `dropped`; rows in which an answer does not follow the tokens that `predict` feeds (`other_prompt`).
     """
     pieces, dropped = list[pa.Table](), 0
     for path in committed_files(prepared):
@@ -121,5 +121,5 @@ def packed_lines(packed: Mapping[str, Any]) -> list[str]:
     first = f"{packed['learned']:,} tokens to learn in {packed['blocks']:,} blocks, {packed['filled']:.1%} filled"
     lines = [f"{first}; {packed['cut']:,} rows cut, {packed['dropped']:,} dropped"]
     if other := packed["other_prompt"]:
-        lines.append(f"{other:,} rows have an answer after other tokens than predict feeds (a token reaches across)")
+        lines.append(f"{other:,} rows have an answer that does not follow the tokens that predict feeds")
     return lines

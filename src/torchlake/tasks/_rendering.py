@@ -59,7 +59,7 @@ class Request:
     "Further variables of the template."
     want: Literal["prompt", "whole", "answers", "last"] = "answers"
     """`prompt`: the text before the next answer. `whole`: all messages. `answers`: the same with the places of the
-    assistant's turns, or a text for each (see `answers_in`). `last`: the text up to the last answer, with its place."""
+    assistant's turns, or one text for each; see `answers_in`. `last`: the text up to the last answer, and its place."""
     first: int = 0
     "Turns before this message are not answers."
 
