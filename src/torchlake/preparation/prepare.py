@@ -235,7 +235,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
 
 
 def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray, *, accepted: str | None = None) -> None:
-    """Raise DataError if any row cannot be trained on, for another reason than `accepted`."""
+    """Raise DataError if any row cannot be trained on; `accepted` is a reason for which rows are left out."""
     found = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
     bad = [(row, reason) for row, reason in found if accepted is None or not reason.startswith(f"{accepted}:")]
     if bad:

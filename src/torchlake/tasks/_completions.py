@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
 from torchlake.tasks._chat import Names, read_messages
 from torchlake.tasks._rendering import Request, render
 
@@ -60,7 +60,7 @@ def all_completion_ids(
             found[row] = ValueError("the template changes an answer of the completion after it; keep one answer in it")
         else:
             chats[row] = made[0]
-    encoder = Encoder.of(tokenizer)
+    encoder = AnswerEncoder.of(tokenizer)
     for some, turn in ((texts, False), (chats, True)):
         for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):
             found[row] = ended(ids, encoder, turn=turn).tolist()
@@ -88,7 +88,7 @@ def request_of(
     return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
 
 
-def ended(ids: np.ndarray, encoder: Encoder, *, turn: bool) -> np.ndarray:
+def ended(ids: np.ndarray, encoder: AnswerEncoder, *, turn: bool) -> np.ndarray:
     """Return tokens (T,) up to the last learned one, and the tokenizer's end token unless they end with it.
 
     `turn`: any token that was added to the tokenizer ends an assistant's turn.
