@@ -46,7 +46,7 @@ class Shape:
     pairs_batch: int
 
 
-SHAPES = (Shape("two-layers", 320, 16, 128, 8), Shape("gpt2-small", 24, 8, 12, 4))
+SHAPES = (Shape("two-layers", 192, 16, 64, 8), Shape("gpt2-small", 16, 4, 8, 2))
 
 
 def peer(kind: str, setup: dict[str, Any]) -> Result:
@@ -217,7 +217,7 @@ def pairs(shape: Shape, model: str, rounds: int) -> list[Result]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, rounds=2, conversations=4000)
+    options_parser = parser(__doc__, rounds=2, conversations=2000)
     options_parser.add_argument("--only", nargs="*", default=[], help="of answers, pairs, rendering (default: all)")
     options_parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
     options = options_parser.parse_args()
