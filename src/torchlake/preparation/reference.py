@@ -93,6 +93,7 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
     """
     import torch
 
+    from torchlake.models import probes
     from torchlake.models.adapters import quantized
     from torchlake.optim.precision import find_precision
 
@@ -100,6 +101,12 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
     model = task.base_model(Path(reference.folder), spec).eval()
     if reference.quantize is not None:
         quantized.round_weights(model, reference.quantize)
+    tried = probes.features(task, processor, spec)
+    assert tried is not None, "it reads texts"
+    row = probes.batches(task, tried, processor, spec)[1]["input_ids"][0]
+    chunks = task.find_chunks(model, row, tokens=0)
+    if chunks is not None:
+        task.chunk_loss(model, chunks, compiled=False)
     model.to(where)
     dtype = find_precision(reference.precision, torch.device(where)).dtype
 
@@ -109,9 +116,11 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         assert isinstance(some, batching.Ragged), "answers have tokens"
         lines = pairs.lines_of(pairs.answers_of(some, split[rows]), spec.max_length, isolates=False)
         made = pairs.pair_batch(lines, processor.pad_token_id, with_prompts=False)
-        ids, mask = (torch.from_numpy(array).to(where) for array in (made.ids, made.mask))
+        batch = {"input_ids": made.ids, "attention_mask": made.mask}
+        batch |= {} if chunks is None else {"targets": made.targets, "places": made.places}
+        sent = {name: torch.from_numpy(array).to(where) for name, array in batch.items()}
         with torch.inference_mode(), torch.autocast(where, dtype or torch.bfloat16, enabled=dtype is not None):
-            answer = model(input_ids=ids, attention_mask=mask, **task.forward_options)
+            answer = model(**sent, **task.forward_options)
         layout = dict(zip(task.kept_back, (made.places, made.targets, made.slots, made.columns), strict=False))
         return np.asarray(task.sums(answer, layout, len(rows))[:, :2].cpu().numpy())
 

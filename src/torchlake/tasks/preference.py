@@ -114,11 +114,13 @@ class Preference(TextGeneration):
         import torch
         from torch.nn import functional
 
+        from torchlake.distributed import to_device
+
         if not isinstance(answer, torch.Tensor):
             logits = self.outputs(answer).flatten(0, 1)
-            places, ids = (torch.from_numpy(batch[name]).to(logits.device) for name in self.kept_back[:2])
+            places, ids = (to_device(batch[name], logits.device) for name in self.kept_back[:2])
             answer = -functional.cross_entropy(logits[places].float(), ids, reduction="none")
-        slots, columns = (torch.from_numpy(batch[name]).to(answer.device) for name in self.kept_back[2:4])
+        slots, columns = (to_device(batch[name], answer.device) for name in self.kept_back[2:4])
         width = int(batch["answer_columns"].max(initial=0)) + 1
         table = answer.new_zeros(SUMS * rows, width).index_put((slots, columns), answer)
         # In float64, so that the width, which the other pairs decide, does not change the rounding.
