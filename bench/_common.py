@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Limits torch, MKL, oneDNN and OpenVINO to a class of CPUs, as `make test-avx2` does; ONNX Runtime has no such limit.
-# They read this when they load.
+# Limits torch, MKL and oneDNN to a class of CPUs, as `make test-avx2` does; they read this when they load. ONNX Runtime
+# has no such limit, and OpenVINO uses AVX-512 in fp32 all the same.
 LIMIT = os.environ.get("TORCHLAKE_TEST_CPU", "")
 if LIMIT:
     os.environ["ONEDNN_MAX_CPU_ISA"] = LIMIT.upper()

@@ -322,34 +322,21 @@ def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mappin
         return here.products
     began: Mapping[str, str] | None = earlier.get("products")
     if began not in (None, here.products):
-        log.warning(
-            "The output began with matrix products %s; it keeps them here, where the CPU's class (%s) has products %s",
-            in_words(began),
-            here.name,
-            in_words(here.products),
-        )
+        own = f"the CPU's class ({here.name}) has products {in_words(here.products)}"
+        log.warning("The output began with matrix products %s; it keeps them here, where %s", in_words(began), own)
     return began
 
 
 def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, rows: int) -> None:
     """Log once, at the start of a large job by the default runtime, that another exact one is faster on this CPU."""
     here, folder = cpu_class(), Path(settings.model)
-    best = max(EXACT_EXPORTS, key=lambda name: here.rates.get(name, 0.0))
-    gain = here.rates.get(best, 0.0)
+    gain, best = max((here.rates.get(name, 0.0), name) for name in EXACT_EXPORTS)
     if rows < LARGE_ROWS or gain < WORTH_IT or (choice.why, choice.runtime) != ("default", RATED):
         return
     module, task = plugins.load("runtimes", best), settings.spec.task
     if task in module.tasks and refusal(best, folder, pairs=settings.text_pair is not None) is None:
-        log.warning(
-            "%s rows: on CPUs of this class (%s) %r is %.1f times as fast as %r, and as exact. To choose it: torchlake "
-            "optimize %s --sample TABLE",
-            f"{rows:,}",
-            here.name,
-            best,
-            gain,
-            RATED,
-            folder,
-        )
+        found = f"on CPUs of this class ({here.name}) {best!r} is {gain:.1f} times as fast as {RATED!r}, and as exact"
+        log.warning("%s rows: %s. To choose it: torchlake optimize %s --sample TABLE", f"{rows:,}", found, folder)
 
 
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:

@@ -47,6 +47,8 @@ class ScoringSettings:
     "The task that was requested by name; None: the folder's own."
     exact: bool = False
     "Whether the default runtime must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
+    products: Mapping[str, str] | None = None
+    "The libraries of fp32 products that the job began with; None: those of the CPU's class."
     text: Columns
     "The column that holds the text, or several; empty for a task without text."
     text_pair: Columns | None = None
@@ -76,8 +78,6 @@ class ScoringSettings:
     "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
-    products: Mapping[str, str] | None = None
-    "The libraries of fp32 products that the job began with; None: those of the CPU's class."
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     workspace: Workspace | None = None
