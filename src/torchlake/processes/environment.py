@@ -18,7 +18,7 @@ from torchlake.progress import NOTEBOOK, in_notebook
 
 MASTER_FD = "TORCHLAKE_MASTER_FD"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-"For glibc: keep memory that is freed up to so many bytes. By default it asks the kernel for each large tensor again."
+"For glibc: keep up to 4 GiB of freed memory. By default it asks the kernel for each large tensor again."
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",

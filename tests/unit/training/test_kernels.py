@@ -222,7 +222,7 @@ def test_the_last_layer_of_a_classifier_computes_its_first_token(kind: str) -> N
         made.append([loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)])
         kernels.keep_first_token(model, name)
         last = model.get_submodule(name.removesuffix(".attention.output"))
-        last.register_forward_hook(lambda _module, _given, output: seen.append(output.shape[1]))
+        last.output.register_forward_hook(lambda _module, _given, output: seen.append(output.shape[1]))
     torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
     assert seen == [1]
 
