@@ -236,7 +236,7 @@ def _in_all(finished: Sequence[Finished[R]], output: Output, seconds: float) -> 
 
 def workspace_of(out: Transaction) -> Workspace:
     """Return where the workers of a write write."""
-    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts)
+    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts, rows=out.state.rows)
 
 
 def shown_outcome(done: Any) -> Shown:

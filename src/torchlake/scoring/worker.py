@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.writing import Writing, kept
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
@@ -52,6 +54,8 @@ class ScoredChunk(WrittenChunk):
     "The tokens of these rows, without padding."
     padded_tokens: int = 0
     "The tokens of these rows, with padding."
+    written: int = 0
+    "The tokens that the model wrote."
     seconds: float = 0.0
     "Seconds in forward passes."
     waited: float = 0.0
@@ -64,7 +68,7 @@ class ScoredChunk(WrittenChunk):
 
 RANGE_ROWS = 1_000
 "The rows of the input from whose vectors the ranges of 8 bits are computed."
-COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")
+COUNTED = ("distinct", "tokens", "padded_tokens", "written", "seconds", "waited")
 "The counts of a scorer over all its chunks; a report has those of one chunk."
 
 
@@ -85,14 +89,21 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
         return table, joined(attempt.tokenizing(tokens))
 
+    def writing_of(name: str, work: ReadyRows, attempt: Attempt) -> AbstractContextManager[Writing | None]:
+        if settings.generation is None:
+            return nullcontext()
+        return kept(workspace.rows, name, work.rows, work.features, attempt)
+
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, ReadyRows]) -> ScoredChunk:
         table, work = ready
         # The scorer counts over its lifetime, but a report covers one chunk.
         before = {name: getattr(scorer, name) for name in COUNTED}
-        output = _output(table, settings, chunk, scorer.score(work, attempt))
-        return ScoredChunk(
+        with writing_of(name, work, attempt) as writing:
+            output = _output(table, settings, chunk, scorer.score(work, attempt, writing))
             # Written before the report is sent: the commit trusts that a reported part exists.
-            part=workspace.parts.write(name, output, chunk=chunk.index),
+            part = workspace.parts.write(name, output, chunk=chunk.index)
+        return ScoredChunk(
+            part=part,
             rows=len(work.rows),
             **{name: getattr(scorer, name) - before[name] for name in COUNTED},
             runtime=scorer.runtime,

@@ -110,8 +110,23 @@ class Attempt:
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
         # thing that tells which rows it was working on.
         self._note([step, rows])
-        with _watched(self._trace, max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s):
+        limit_s = max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s
+        # Each row alone would have the limit, so a batch that shows progress has it for each of its rows.
+        self._latest = time.monotonic() + limit_s * max(1, len(rows or ()))
+        self._beaten = 0.0
+        with _watched(self._trace, limit_s):
             yield
+
+    def advance(self) -> None:
+        """Count the time limit of the running step from now, because its rows advance: a token, an answer."""
+        now = time.monotonic()
+        if now - self._beaten > min(1.0, self.limit_s / 10):  # each time starts a thread
+            self._beaten = now
+            _extend(self._trace, min(now + self.limit_s, self._latest))
+
+    def narrow(self, rows: Sequence[int], tokens: int) -> None:
+        """Log that of the rows that are scored only these are left, and how many tokens were written in this attempt."""
+        self._note(["score", rows, tokens])
 
     def idle(self) -> None:
         """Log that no step is running."""
@@ -195,7 +210,7 @@ class Attempt:
         # An attempt that was idle when it died (killed by the scheduler, or with its machine) accuses no row.
         running: list[Any] = json.loads(lines[-1]) if len(lines) > 1 else []
         if running:
-            step, rows = running
+            step, rows = running[:2]
             known = set(state["suspects"][step])
             if step == "read" and known:
                 # Rows of a file cannot be read one by one, so a read that kills again can only be counted.
@@ -246,6 +261,13 @@ def _watched(trace: int, limit_s: float) -> Iterator[None]:
     finally:
         with _watching:
             del _deadlines[trace]
+            _watch_first()
+
+
+def _extend(trace: int, deadline: float) -> None:
+    with _watching:
+        if trace in _deadlines:
+            _deadlines[trace] = deadline
             _watch_first()
 
 

@@ -31,6 +31,8 @@ class Workspace:
     journal: str
     "The folder for the logs of attempts."
     parts: PartFolder
+    rows: str = ""
+    "The folder or URL for the journals of chunks whose rows take long; empty for work without such rows."
 
 
 @dataclass(frozen=True, kw_only=True)
