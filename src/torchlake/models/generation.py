@@ -54,6 +54,7 @@ class GenerationOptions:
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
 
+
 Answers = Callable[["np.ndarray"], "np.ndarray"]
 "Returns the answers (M, up to W) of some places in a batch as far as they are written, (M,) int64."
 

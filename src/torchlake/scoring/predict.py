@@ -15,7 +15,6 @@ from typing import Any, Unpack, overload
 
 import pyarrow as pa
 
-from torchlake import plugins
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
@@ -33,6 +32,7 @@ from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     check_devices,
     checked_input,
+    chunk_rows_of,
     fingerprint_of,
     refuse_collisions,
     refuse_for_frames,
@@ -217,9 +217,7 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    output_options = replace(
-        output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
-    )
+    output_options = replace(output_options, chunk_rows=output_options.chunk_rows or chunk_rows_of(settings, spec))
     work = Scoring(settings=settings, spec=spec, choice=choice, engine=engine)
     done = table_job(work, table, place, output_options, engine or Local())
     return Scored(**done.outcome._asdict(), profile=_profile(done))

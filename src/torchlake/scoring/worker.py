@@ -54,8 +54,6 @@ class ScoredChunk(WrittenChunk):
     "The tokens of these rows, without padding."
     padded_tokens: int = 0
     "The tokens of these rows, with padding."
-    written: int = 0
-    "The tokens that the model wrote."
     seconds: float = 0.0
     "Seconds in forward passes."
     waited: float = 0.0

@@ -1,4 +1,4 @@
-"""The journal of a chunk whose rows take long: rows are kept as they end, so that the next attempt makes only the others.
+"""The journal of a chunk whose rows take long: rows are kept as they end, so that the next attempt makes the others.
 
 Each attempt at a chunk appends to a file of its own, and reads those of all attempts before it, dead or alive, on any
 engine. A record is
@@ -39,9 +39,9 @@ ENDED, PIECE = 0, 1
 class Journal:
     """The journal of one attempt at the chunk whose part is `name`, in the folder or URL `location`.
 
-    `marks` {row: hash of its inputs} are the rows of the chunk that are to be made. `known` {row: result} are those that
-    an earlier attempt has finished, `begun` {row: first bytes of its result} others. One thread appends. Methods raise
-    StorageError, also for what failed in the background since the last call.
+    `marks` {row: hash of its inputs} are the rows of the chunk that are to be made. `known` {row: result} are those
+    that an earlier attempt has finished, `begun` {row: first bytes of its result} others. Rows end in any order; one
+    thread appends. Methods raise StorageError, also for what failed in the background since the last call.
     """
 
     def __init__(self, location: str, name: str, marks: Mapping[int, bytes]) -> None:
@@ -64,7 +64,7 @@ class Journal:
         self._put(ENDED, row, 0, result)
 
     def extend(self, row: int, offset: int, piece: bytes) -> None:
-        """Keep a piece of the result of a row that has not ended; this attempt has kept the `offset` bytes before it."""
+        """Keep a piece of the result of a row that has not ended, after `offset` bytes kept by this attempt."""
         self._put(PIECE, row, offset, piece)
 
     def close(self) -> None:

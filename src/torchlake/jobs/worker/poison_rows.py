@@ -125,7 +125,7 @@ class Attempt:
             _extend(self._trace, min(now + self.limit_s, self._latest))
 
     def narrow(self, rows: Sequence[int], tokens: int) -> None:
-        """Log that of the rows that are scored only these are left, and how many tokens were written in this attempt."""
+        """Log that only these of the scored rows are left, and how many tokens this attempt has written."""
         self._note(["score", rows, tokens])
 
     def idle(self) -> None:

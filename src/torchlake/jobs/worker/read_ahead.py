@@ -42,6 +42,8 @@ class WrittenChunk:
     part: Part
     examples: tuple[str, ...] = ()
     "Up to three errors, each with file and row."
+    written: int = 0
+    "The tokens that a model wrote."
 
 
 def reading_ahead(

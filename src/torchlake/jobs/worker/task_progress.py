@@ -7,6 +7,8 @@ count.
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,13 +33,23 @@ class TaskProgress:
         self._folder = folder
         self._old = set(_names(folder))
         self._logs: dict[str, _Log] = {}
+        self.written = 0
+        "Tokens that were written in finished chunks."
+        self._tokens = 0
+        "Those of unfinished ones, when they were counted last."
+        self._first: tuple[float, int] | None = None
+
+    def speed(self) -> Sequence[str]:
+        """Return the tokens per second of a model that writes, as of the last `rows`; empty for others."""
+        tokens, now = self._tokens + self.written, time.monotonic()
+        if self._first is None or tokens < self._first[1]:
+            self._first = (now, tokens) if tokens else None
+            return ()
+        rate = (tokens - self._first[1]) / max(now - self._first[0], 1e-6)
+        return [f"{rate:,.0f} tokens/s"] if rate else ()
 
     def rows(self) -> int:
         """Return the number of rows scored in unfinished chunks, by the furthest attempt at each chunk."""
-        return self.counts()[0]
-
-    def counts(self) -> tuple[int, int]:
-        """Return the number of these rows, and of the tokens that these attempts have written."""
         names = [name for name in _names(self._folder) if name not in self._old]
         self._logs = {name: self._logs.get(name, _Log()) for name in names}
         furthest: dict[str, tuple[int, int]] = {}
@@ -45,7 +57,8 @@ class TaskProgress:
             self._read(name, attempt)
             chunk = name.partition("-")[0]
             furthest[chunk] = max(furthest.get(chunk, (0, 0)), (len(attempt.scored), attempt.tokens))
-        return sum(rows for rows, _ in furthest.values()), sum(tokens for _, tokens in furthest.values())
+        self._tokens = sum(tokens for _, tokens in furthest.values())
+        return sum(rows for rows, _ in furthest.values())
 
     def _read(self, name: str, attempt: _Log) -> None:
         try:
