@@ -33,7 +33,7 @@ from torchlake.data.batching import length_batches
 from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError, Unavailable
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.jobs.worker.writing import Writing, by_begun
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE, NOTHING
@@ -132,7 +132,9 @@ class Scorer:
         """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
-    def score(self, work: ReadyRows, attempt: Attempt | None = None, writing: Writing | None = None) -> pa.Table:
+    def score(
+        self, work: ReadyRows, attempt: Attempt | Attempts | None = None, writing: Writing | None = None
+    ) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order.
 
         `writing` keeps the texts as they end, and has those of earlier attempts.
@@ -235,7 +237,7 @@ class Scorer:
         batch: np.ndarray,
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
-        attempt: Attempt | None,
+        attempt: Attempt | Attempts | None,
         prepared: Prepared | None = None,
         writing: Writing | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The texts of one chunk, kept as they end: what the journal and the attempt's log get while a model writes.
+"""The texts of chunks, kept as they end: what the journal and the attempt's log get while a model writes.
 
     answers (W,) int32, without NOTHING at the end   the records of `journal.py`
     rows left, tokens written                        the notes of `poison_rows.py`: progress, and who is to blame
@@ -8,15 +8,18 @@ Every `PIECE_S` the tokens of the rows that have not ended are kept, too: a text
 
 import hashlib
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
 from torchlake.jobs.worker.journal import MARK, Journal
-from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.models.generation import NOTHING, Answers, Watch
 
 PIECE_S = 10.0
@@ -24,16 +27,30 @@ NOTE_S = 1.0
 "Seconds between two notes of progress."
 
 
+class Rows(Protocol):
+    """The rows of a chunk that are written: `rows` (N,), with their `features`, of `count`."""
+
+    count: int
+    rows: np.ndarray
+    features: Features
+
+
 class Writing:
-    """The rows (N,) of a chunk that are written, of which `features` has the inputs; `name` is the chunk's part.
+    """The texts of chunks whose rows share batches, numbered from chunk to chunk; each has the name of its part.
 
     Raises StorageError, as do its methods.
     """
 
-    def __init__(self, location: str, name: str, rows: np.ndarray, features: Features, attempt: Attempt) -> None:
-        self.journal = Journal(location, name, dict(zip(rows.tolist(), marks(features), strict=True)))
-        self.known = {row: np.frombuffer(answer, "<i4") for row, answer in self.journal.known.items()}
-        self.begun = {row: np.frombuffer(answer, "<i4") for row, answer in self.journal.begun.items()}
+    def __init__(self, location: str, chunks: Sequence[tuple[str, Rows]], attempt: Attempt | Attempts) -> None:
+        self.journals: list[Journal] = []
+        self.known: dict[int, np.ndarray] = {}
+        self.begun: dict[int, np.ndarray] = {}
+        self._starts: list[int] = list(accumulate((one.count for _, one in chunks), initial=0))
+        for start, (name, one) in zip(self._starts, chunks, strict=False):
+            journal = Journal(location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
+            self.journals.append(journal)
+            self.known |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
+            self.begun |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.begun.items()}
         self.tokens = 0
         "Tokens written in this attempt."
         self._attempt = attempt
@@ -41,8 +58,14 @@ class Writing:
         "How many tokens of a row that has not ended this attempt has kept."
         self._saved = self._noted = time.monotonic()
         if self.known:
-            attempt.narrow(sorted(self.known), 0)
+            with attempt.running("score", sorted(self.known)):  # they count as progress
+                pass
             attempt.idle()
+
+    def _at(self, row: int) -> tuple[Journal, int]:
+        """Return the journal of a row's chunk, and its number there."""
+        number = bisect_right(self._starts, row) - 1
+        return self.journals[number], row - self._starts[number]
 
     def watch(self, rows: np.ndarray) -> Watch:
         """Return the watch of a batch; all of its rows have as many tokens that were written before."""
@@ -54,7 +77,8 @@ class Writing:
         for row, answer in zip(rows.tolist(), answers, strict=True):
             if row not in self.known:
                 self.known[row] = answer[answer != NOTHING]
-                self.journal.append(row, self.known[row].astype("<i4").tobytes())
+                journal, number = self._at(row)
+                journal.append(number, self.known[row].astype("<i4").tobytes())
 
     def _report(self, rows: np.ndarray, ended: np.ndarray, answers: Answers) -> None:
         self._attempt.advance()
@@ -75,20 +99,23 @@ class Writing:
         for row, answer in zip(rows, answers, strict=True):
             tokens, kept = answer[answer != NOTHING].astype("<i4"), self._kept.get(row, 0)
             if (tokens >= 0).all():  # not of a row whose model gave NaN
-                self.journal.extend(row, 4 * kept, tokens[kept:].tobytes())
+                journal, number = self._at(row)
+                journal.extend(number, 4 * kept, tokens[kept:].tobytes())
                 self._kept[row] = len(tokens)
 
 
 @contextmanager
-def kept(location: str, name: str, rows: np.ndarray, features: Features, attempt: Attempt) -> Iterator[Writing]:
-    """Yield the `Writing` of a chunk whose part is written in the block; after an error the next attempt has it."""
-    writing = Writing(location, name, rows, features, attempt)
+def kept(location: str, chunks: Sequence[tuple[str, Rows]], attempt: Attempt | Attempts) -> Iterator[Writing]:
+    """Yield the `Writing` of chunks whose parts are written in the block; after an error the next attempt has it."""
+    writing = Writing(location, chunks, attempt)
     try:
         yield writing
     except BaseException:
-        writing.journal.close()
+        for journal in writing.journals:
+            journal.close()
         raise
-    writing.journal.remove()
+    for journal in writing.journals:
+        journal.remove()
 
 
 def marks(features: Features) -> list[bytes]:
