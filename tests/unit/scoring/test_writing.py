@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from deltalake import write_deltalake
 
 import misbehaving
 import tiny
@@ -131,3 +132,25 @@ def test_every_row_has_a_mark_of_its_own() -> None:
     )
     assert one == same != other
     assert len(one) == 8
+
+
+def test_an_interrupted_increment_goes_on_with_its_texts(
+    tmp_path: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its own: rows that were added meanwhile are of the next increment."""
+    monkeypatch.setenv("SCORED_LOG", str(tmp_path / "log"))
+    source, out = tmp_path / "in", tmp_path / "out"
+    options: dict[str, Any] = {"runtime": misbehaving.log_texts, "format": "delta", "incremental": True}
+    options |= {"engine": tiny.Here(), "key": "id", "max_new_tokens": 3}
+    write_deltalake(source, tiny.reviews(6).select(["id", "text"]))
+    with monkeypatch.context() as context:
+        context.setenv("TORCHLAKE_FAILPOINT", "journal.write:5:raise")
+        context.setattr("torchlake.failpoints._hits", {})
+        with pytest.raises(RuntimeError, match=r"journal\.write"):
+            tl.predict(tiny_gpt2, source, out, **options)
+    write_deltalake(source, tiny.reviews(8).select(["id", "text"]).slice(6), mode="append")
+    (tmp_path / "log").unlink()
+    tl.predict(tiny_gpt2, source, out, **options)
+    assert len((tmp_path / "log").read_text().split()) == 8 - 4
+    assert sorted(tl.open(out).to_table()["id"].to_pylist()) == sorted(tiny.reviews(8)["id"].to_pylist())
+    assert not (staging_of(out) / ROWS).exists()
