@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MARKER = "in_process"
 SMALL_ROWS = 100
 "Above this number of rows, child processes take no longer, and isolate crashes."
-ROUNDS, MOST_AHEAD = 8, 64
+ROUNDS, ROWS_AHEAD = 2, 512
 CLUSTER_PROCESSES = 16
 "The processes of a cluster that were not given, for the number of chunks that are read ahead only."
 
@@ -202,7 +202,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    settings = replace(settings, workspace=workspace_of(out), chunks_ahead=_chunks_ahead(settings, engine, len(items)))
+    settings = replace(settings, workspace=workspace_of(out), chunks_ahead=_chunks_ahead(settings, engine, items))
     make_worker = plugins.carried(spec.task, partial(make_chunk_worker, settings))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
@@ -222,18 +222,19 @@ def start_chunks(
     )
 
 
-def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, chunks: int) -> int:
+def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, items: Sequence[tuple[Chunk, str]]) -> int:
     """Return how many chunks a process reads ahead: of slow rows several, so that chunks of a few rows fill batches.
 
     But so few that each process takes chunks at least `ROUNDS` times: the last ones end at about the same time.
     """
-    if settings.generation is None:
+    if settings.generation is None or not items:
         return 1
     here = len(gpus()) // settings.gpus_per_process or cores()
     processes = (None if engine is None else engine.processes) or (
         here if engine is None or isinstance(engine, Local) else CLUSTER_PROCESSES
     )
-    return max(1, min(MOST_AHEAD, chunks // (ROUNDS * processes)))
+    mean = sum(chunk.rows for chunk, _ in items) / len(items)
+    return max(1, min(int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
 
 
 def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:

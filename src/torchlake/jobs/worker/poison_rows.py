@@ -237,12 +237,7 @@ class Attempts:
         self._all = attempts
         self._starts = list(accumulate((one.rows for one in attempts), initial=0))
         self._running: list[int] = []
-        self.suspects = {
-            step: {
-                start + row for start, one in zip(self._starts, attempts, strict=False) for row in one.suspects[step]
-            }
-            for step in get_args(Step)
-        }
+        self.suspects: dict[Step, set[int]] = {"score": set()}  # a chunk that has suspects runs alone
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
