@@ -93,7 +93,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
         before = {name: getattr(scorer, name) for name in COUNTED}
         keeping: AbstractContextManager[Writing | None] = nullcontext()
-        if settings.generation is not None:
+        if settings.generation is not None and workspace.rows:
             chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
             keeping = kept(workspace.rows, chunks, attempt)
         reports, start = [], 0
