@@ -150,7 +150,7 @@ class Scorer:
         first = ready if self._samples else first_equal(work.features, ready)
         chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
         done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
-        if writing is not None:
+        if writing is not None and len(done):
             answers = [(work.rows[row], writing.known[int(work.rows[row])]) for row in done]
             self._add_known(answers, found, errors)
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which

@@ -96,7 +96,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         if settings.generation is not None and workspace.rows:
             chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
             keeping = kept(workspace.rows, chunks, attempt)
-        reports, start = [], 0
+        reports: list[ScoredChunk] = []
+        start = 0
         with keeping as writing:
             predictions = scorer.score(joined(works), attempt, writing)
             for one, work in zip(group, works, strict=True):

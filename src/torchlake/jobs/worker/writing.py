@@ -28,11 +28,19 @@ NOTE_S = 1.0
 
 
 class Rows(Protocol):
-    """The rows of a chunk that are written: `rows` (N,), with their `features`, of `count`."""
+    """The rows of a chunk that are written."""
 
-    count: int
-    rows: np.ndarray
-    features: Features
+    @property
+    def count(self) -> int:
+        """The number of rows of the chunk."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The numbers of the rows that are written, (N,) int64."""
+
+    @property
+    def features(self) -> Features:
+        """Their inputs."""
 
 
 class Writing:
