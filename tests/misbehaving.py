@@ -8,11 +8,14 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchlake.models import load
+from torchlake.models.generation import GenerationOptions, Watch
 from torchlake.runtimes import eager
 
 KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
@@ -96,5 +99,32 @@ def tilted(folder: Path, spec: load.TaskSpec, *, device: str):
         vectors = inner(**batch)
         turned = np.stack([-vectors[:, 1::2], vectors[:, ::2]], axis=2).reshape(vectors.shape)
         return np.asarray((vectors + turned) / np.sqrt(2, dtype=np.float32))
+
+    return forward
+
+
+def log_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions):
+    """`eager`; every text that is begun or continued leaves the number of its tokens in $SCORED_LOG."""
+    inner = eager.load_generator(folder, spec, device=device, options=options)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch | None = None) -> np.ndarray:
+        begun = 0 if watch is None else watch.begun.shape[1]
+        with open(os.environ["SCORED_LOG"], "a", encoding="utf-8") as file:
+            file.write(f"{begun}\n" * len(input_ids))
+        return inner(input_ids=input_ids, attention_mask=attention_mask, watch=watch)
+
+    return forward
+
+
+def slow_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions):
+    """`eager`, but every token of a batch takes a tenth of a second."""
+    inner = eager.load_generator(folder, spec, device=device, options=options)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch) -> np.ndarray:
+        def report(*args: Any) -> None:
+            time.sleep(0.1)
+            watch.report(*args)
+
+        return inner(input_ids=input_ids, attention_mask=attention_mask, watch=replace(watch, report=report))
 
     return forward

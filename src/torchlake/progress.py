@@ -35,14 +35,20 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(
-    label: str, total: int, unit: str = "rows", *, done: int = 0, ahead: Callable[[], int] | None = None
+    label: str,
+    total: int,
+    unit: str = "rows",
+    *,
+    done: int = 0,
+    ahead: Callable[[], int] | None = None,
+    measured: Callable[[], Sequence[str]] | None = None,
 ) -> Iterator[Advance]:
     """Show how many of `total` units are done while the block runs.
 
-    `done` are the units that were done before. `ahead` returns the units that are done but not counted yet; it is
-    called in a thread.
+    `done` are the units that were done before. `ahead` returns the units that are done but not counted yet, and
+    `measured`, which is called after it, notes; both are called in a thread.
     """
-    state = _State(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead)
+    state = _State(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead, measured=measured)
     if os.environ.get("TORCHLAKE_PROGRESS") == "0":
         yield lambda n, notes=None: None
     elif sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
@@ -69,6 +75,7 @@ class _State:
     before: int
     "Number of units that were done when the step began."
     ahead: Callable[[], int] | None
+    measured: Callable[[], Sequence[str]] | None = None
     notes: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
     first: tuple[float, int] | None = None
@@ -85,6 +92,8 @@ class _State:
     def count(self) -> int:
         """Return the units done, including those not counted yet until the step ends; the result never decreases."""
         ahead = 0 if self.ahead is None else self.ahead()
+        if self.measured is not None:
+            self.notes = tuple(self.measured()) or self.notes
         self.most = self.done if self.ended else max(self.most, self.done, min(self.total, self.done + ahead))
         if self.first is None and self.most > self.before:
             self.first = time.monotonic(), self.most

@@ -6,7 +6,7 @@ The function sees each row once, unless its batch raises or dies; it must not de
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import Workspace, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import Ready, Workspace, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part, schema_in_words
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.formats.types import common_type
@@ -88,10 +88,13 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
             examples=examples_of(chunk, reasons),
         )
 
+    def write_each(group: Sequence[Ready[tuple[pa.Table, dict[int, str]]]]) -> list[MappedChunk]:
+        return [write(*one) for one in group]
+
     def lost(part: Part) -> MappedChunk:
         return MappedChunk(part=part)
 
-    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=write, lost=lost)
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=write_each, lost=lost)
 
 
 def output_schema(settings: MapSettings, source: pa.Schema) -> pa.Schema:

@@ -9,6 +9,7 @@ from torchlake.config.arguments import check_arguments
 from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
 from torchlake.outputs.target import TargetOptions, target_options
+from torchlake.tables.chunks import RowCost
 from torchlake.tables.sources._options import ReadOptions, read_options
 
 MAX_TIMEOUT_S = 1_000_000
@@ -20,8 +21,8 @@ class OutputOptions:
 
     max_error_rate: float = 0.5
     "Share of failed rows above which nothing is published."
-    chunk_rows: int | None = None
-    "Maximum rows of a chunk; None: it depends on the table's size."
+    chunk_rows: int | RowCost | None = None
+    "Maximum rows of a chunk, or what rows cost; None: it depends on the table's size."
     overwrite: bool = False
     accept_new_input: bool = False
     accept_removed_input: bool = False

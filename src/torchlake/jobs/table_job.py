@@ -204,12 +204,12 @@ def _run(work: Work[R], out: Transaction, fingerprint: Mapping[str, Any], max_er
     total = out.plan.rows
     before = rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
-    ahead = TaskProgress(out.staging / "journal").rows
+    ahead = TaskProgress(out.staging / "journal")
     chunks = work.start(out, [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending])
     with (
         announce_interrupt(KEPT),
         closing(chunks),
-        progress(work.name, total, "rows", done=before, ahead=ahead) as advance,
+        progress(work.name, total, "rows", done=before, ahead=ahead.rows, measured=ahead.speed) as advance,
     ):
         check_error_rate(failed, rows, total, max_error_rate, examples)  # counts the chunks of earlier runs
         for chunk in chunks:
@@ -218,6 +218,7 @@ def _run(work: Work[R], out: Transaction, fingerprint: Mapping[str, Any], max_er
             failed += chunk.part.failed
             examples = [*examples, *chunk.examples][:3]
             advance(chunk.part.rows)
+            ahead.written += chunk.written
             check_error_rate(failed, rows, total, max_error_rate, examples)
     return made
 
@@ -236,7 +237,7 @@ def _in_all(finished: Sequence[Finished[R]], output: Output, seconds: float) -> 
 
 def workspace_of(out: Transaction) -> Workspace:
     """Return where the workers of a write write."""
-    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts)
+    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts, rows=out.state.rows)
 
 
 def shown_outcome(done: Any) -> Shown:

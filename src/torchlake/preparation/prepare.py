@@ -100,7 +100,7 @@ def prepare(
     work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine, reference=reference)
     own = OutputOptions(
         max_error_rate=1.0,  # `bad_rows` says what happens to rows with errors
-        chunk_rows=work.task.chunk_rows,
+        chunk_rows=None if work.task.generates else work.task.chunk_rows,  # its rows are slow when they are written
         overwrite=overwrite,
         read=options or ReadOptions(),
     )

@@ -15,7 +15,8 @@ for text generation
 
     load_generator(folder, spec, *, device, options) -> Forward
                                 `options`: a `GenerationOptions`; returns answers (B, W) int32 instead of logits, as in
-                                torchlake/models/generation.py
+                                torchlake/models/generation.py. If the Forward takes `watch`, it gets a `Watch`: it
+                                continues texts, and reports those that have ended
 
 and for an export that `models/exports.py` stores in the model folder
 

@@ -8,13 +8,15 @@ Rows of a batch do not influence each other. With padding on the left all prompt
 excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator
 keyed by a hash of the job's seed and the row's tokens. So the output is the same in another batch, process or attempt
 (except for fp32 rounding if two tokens are almost equally likely), and equal rows get equal texts. A finished row
-keeps its place in the batch until the last one ends.
+keeps its place in the batch until the last one ends, but is reported at once. A text that an earlier attempt has begun
+is continued: its tokens are read with the prompt, which costs about as much as one step.
 
 Cost of stop strings: the text of every row is decoded again at each step, some microseconds per token.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torchlake.models.generation import (
     NON_FINITE,
     NOTHING,
     GenerationOptions,
+    Watch,
     decoded,
     language_token,
     settings_of,
@@ -73,32 +76,62 @@ def generator(
         **{"bos_token_id": tokenizer.bos_token_id, **own, "pad_token_id": tokenizer.pad_token_id},
     )
 
-    def generate(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def generate(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch | None = None) -> np.ndarray:
         ids, mask = input_ids, attention_mask
         if not reads_apart:
             ids, mask = left_padded(input_ids, attention_mask, tokenizer.pad_token_id)
         before = 1 if reads_apart else ids.shape[1]  # tokens of the output that are not the answer
         choosing = _Choosing(options, draws(input_ids, attention_mask, options), before, model.device)
-        stopping = _Stopping(tokenizer, options.stop, ends, (len(ids), before))
+        stopping = _Stopping(tokenizer, options, ends, (len(ids), before))
+
+        def answers_of(written: np.ndarray, places: np.ndarray) -> np.ndarray:
+            answers = _answers(written[places], ends, stopping.lengths[places], options.max_new_tokens)
+            answers[choosing.non_finite.cpu().numpy()[places]] = NON_FINITE
+            return answers
+
+        if watch is not None:
+            stopping.watch, stopping.answers = watch, answers_of
+        texts = {"input_ids": ids, "attention_mask": mask} | _begun(own, ids, mask, watch, apart=reads_apart)
         with without_gradients():
             out = model.generate(
-                input_ids=torch.from_numpy(ids).to(model.device),
-                attention_mask=torch.from_numpy(mask).to(model.device),
-                generation_config=config,
+                **{name: torch.from_numpy(each).to(model.device) for name, each in texts.items()},
+                generation_config=config if watch is None else _continuing(config, watch.begun.shape[1]),
                 logits_processor=[choosing],
-                stopping_criteria=[stopping] if options.stop else [],
+                stopping_criteria=[stopping] if options.stop or watch is not None else [],
                 synced_gpus=together,
             )
         written = out[:, before:].cpu().numpy()
         if own.get("forced_eos_token_id") is not None and written.shape[1] == options.max_new_tokens:
             written = written[:, :-1]  # without the end that is forced on rows that reach the limit
-        answers = _answers(written, ends, stopping.lengths, options.max_new_tokens)
-        answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
-        return answers
+        return answers_of(written, np.arange(len(written)))
 
     with without_gradients():
         padding_matters = not reads_apart and _reads_padding(model, config, together=together)
     return _in_parts(generate, one_by_one=together) if padding_matters else generate
+
+
+def _begun(
+    own: Mapping[str, Any], ids: np.ndarray, mask: np.ndarray, watch: Watch | None, *, apart: bool
+) -> dict[str, np.ndarray]:
+    """Return the inputs of the model, besides prompts (B, L), or in their place, with the texts that were begun."""
+    if watch is None or not watch.begun.shape[1]:
+        return {}
+    begun = watch.begun.astype(np.int64)
+    if apart:
+        start = np.full((len(begun), 1), own["decoder_start_token_id"], np.int64)
+        return {"decoder_input_ids": np.concatenate([start, begun], axis=1)}
+    return {
+        "input_ids": np.concatenate([ids, begun], axis=1),
+        "attention_mask": np.concatenate([mask, np.ones_like(begun)], axis=1),
+    }
+
+
+def _continuing(config: GenerationConfig, begun: int) -> GenerationConfig:
+    """Return the settings for texts of which `begun` tokens are written."""
+    if not begun:
+        return config
+    changes = {"max_new_tokens": config.max_new_tokens - begun, "begin_suppress_tokens": None}
+    return GenerationConfig(**{**config.to_diff_dict(), **changes})
 
 
 def _reads_padding(model: Any, config: GenerationConfig, *, together: bool) -> bool:
@@ -135,13 +168,16 @@ def _reads_padding(model: Any, config: GenerationConfig, *, together: bool) -> b
 def _in_parts(generate: Forward, *, one_by_one: bool) -> Forward:
     """Return `generate` for prompts of one length after the other, or one prompt after the other."""
 
-    def generate_each(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def generate_each(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch | None = None) -> np.ndarray:
         lengths = attention_mask.sum(axis=1)
         parts, places = [], []
         groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
         for rows in np.arange(len(lengths))[:, None] if one_by_one else groups:
             length = lengths[rows[0]]
-            parts.append(generate(input_ids=input_ids[rows, :length], attention_mask=attention_mask[rows, :length]))
+            own = {} if watch is None else {"watch": watch.of(rows)}
+            parts.append(
+                generate(input_ids=input_ids[rows, :length], attention_mask=attention_mask[rows, :length], **own)
+            )
             places.append(rows)
         answers: np.ndarray = np.concatenate(parts)[np.argsort(np.concatenate(places))]
         return answers
@@ -198,21 +234,25 @@ class _Choosing(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """Ends each row at its first stop string; `lengths` (B,) are the tokens up to it, or -1."""
+    """Ends each row at its first stop string, and reports; `lengths` (B,) are the tokens up to a stop string, or -1."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], ends: Sequence[int], shape: tuple[int, ...]) -> None:
-        self.tokenizer, self.stop, self.ends = tokenizer, stop, set(ends)
-        self.prompt = shape[1]
+    watch: Watch | None = None
+    answers: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+    def __init__(self, tokenizer: Any, options: GenerationOptions, ends: Sequence[int], shape: tuple[int, ...]) -> None:
+        self.tokenizer, self.stop, self.ends = tokenizer, options.stop, ends
+        self.prompt, self.most = shape[1], options.max_new_tokens
         self.lengths = np.full(shape[0], -1)
         self.over = np.zeros(shape[0], dtype=bool)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.Tensor:
         written = input_ids[:, self.prompt :].cpu().numpy()
-        for row in np.flatnonzero(~self.over):
-            if int(written[row, -1]) in self.ends:
-                self.over[row] = True  # generate ends it
-            elif stop_place(decoded(self.tokenizer, written[row]), self.stop) is not None:
+        self.over |= np.isin(written[:, -1], self.ends)  # generate ends them
+        for row in np.flatnonzero(~self.over) if self.stop else []:
+            if stop_place(decoded(self.tokenizer, written[row]), self.stop) is not None:
                 self.over[row], self.lengths[row] = True, written.shape[1]
+        if self.watch is not None and written.shape[1] < self.most:  # else all of them end
+            self.watch.report(self.watch.rows, self.over, partial(self.answers, written))
         return torch.from_numpy(self.over.copy()).to(input_ids.device)
 
 

@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 MARKER = "in_process"
 SMALL_ROWS = 100
 "Above this number of rows, child processes take no longer, and isolate crashes."
+ROUNDS, ROWS_AHEAD = 2, 512
+CLUSTER_PROCESSES = 16
+"The processes of a cluster that were not given, for the number of chunks that are read ahead only."
 
 Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 "A string, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
@@ -200,7 +203,8 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, replace(settings, workspace=workspace_of(out))))
+    settings = replace(settings, workspace=workspace_of(out), chunks_ahead=_chunks_ahead(settings, engine, items))
+    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, settings))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)
@@ -217,6 +221,21 @@ def start_chunks(
         name=f"predict {out.title}",
         label=chunk_label,
     )
+
+
+def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, items: Sequence[tuple[Chunk, str]]) -> int:
+    """Return how many chunks a process reads ahead: of slow rows several, so that chunks of a few rows fill batches.
+
+    But so few that each process takes chunks at least `ROUNDS` times: the last ones end at about the same time.
+    """
+    if settings.generation is None or not items:
+        return 1
+    here = len(gpus()) // settings.gpus_per_process or cores()
+    processes = (None if engine is None else engine.processes) or (
+        here if engine is None or isinstance(engine, Local) else CLUSTER_PROCESSES
+    )
+    mean = sum(chunk.rows for chunk, _ in items) / len(items)
+    return max(1, min(int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
 
 
 def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:

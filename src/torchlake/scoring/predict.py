@@ -33,6 +33,7 @@ from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     check_devices,
     checked_input,
+    chunk_rows_of,
     fingerprint_of,
     products_of,
     refuse_collisions,
@@ -154,7 +155,7 @@ def predict(
     tokens of a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).
     `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose tokenizing,
     forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and become
-    error rows the second time.
+    error rows the second time; a batch of texts has this time for each token, and for each of its rows in all.
 
     Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
     an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to existing rows:
@@ -168,9 +169,10 @@ def predict(
     run would; where it cannot, it is refused. `commit_id` names the commit: a call with a name that was committed does
     nothing, so that a scheduler may repeat a batch, in any order of its rows.
 
-    Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
-    unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
-    are new or have changed, `accept_removed_input` drops the rows of files that are gone.
+    Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
+    `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed
+    rows again. `accept_new_input` scores only files that are new or have changed, `accept_removed_input` drops the rows
+    of files that are gone.
     `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below. A small
     table is scored in this process unless `engine` is given; a row that crashes it is isolated in the next call.
 
@@ -221,9 +223,7 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    output_options = replace(
-        output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
-    )
+    output_options = replace(output_options, chunk_rows=output_options.chunk_rows or chunk_rows_of(settings, spec))
     work = Scoring(settings=settings, spec=spec, choice=choice, engine=engine)
     done = table_job(work, table, place, output_options, engine or Local())
     return Scored(**done.outcome._asdict(), profile=_profile(done))

@@ -78,6 +78,8 @@ class ScoringSettings:
     "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
+    chunks_ahead: int = 1
+    "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     workspace: Workspace | None = None

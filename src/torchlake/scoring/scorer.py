@@ -14,6 +14,7 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
 import gc
+import inspect
 import logging
 import time
 from collections import deque
@@ -32,9 +33,10 @@ from torchlake.data.batching import length_batches
 from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError, Unavailable
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.writing import Writing, by_begun
 from torchlake.models import folders
-from torchlake.models.generation import NON_FINITE
+from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
@@ -81,6 +83,8 @@ class Scorer:
     tokens: int = field(init=False, default=0)
     "Their tokens."
     padded_tokens: int = field(init=False, default=0)
+    written: int = field(init=False, default=0)
+    "The tokens that the model wrote."
     seconds: float = field(init=False, default=0.0)
     "Seconds of forward passes."
     waited: float = field(init=False, default=0.0)
@@ -113,6 +117,7 @@ class Scorer:
         else:
             with _products.keeping(self.settings.products):
                 self.forward = load(folder, self.spec, device=self.device, **options)
+        self.reports = generation is not None and "watch" in inspect.signature(self.forward).parameters
         if self.settings.model_hash:
             # After loading: a model that was put in the folder before or meanwhile is noticed.
             folders.check_hash(folder, self.settings.model_hash)
@@ -128,28 +133,33 @@ class Scorer:
         """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
-    def score(self, work: ReadyRows, attempt: Attempt | None = None) -> pa.Table:
-        """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
+    def score(
+        self, work: ReadyRows, attempt: Attempt | Attempts | None = None, writing: Writing | None = None
+    ) -> pa.Table:
+        """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order.
+
+        `writing` keeps the texts as they end, and has those of earlier attempts.
+        """
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
-        suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"]))
-        # Suspects come first, because of equal rows the first one is computed: it has to be the suspect, which runs
-        # alone.
-        ready = np.concatenate([ready[suspected], ready[~suspected]])  # a suspect stands for the rows that equal it
+        known = np.isin(work.rows[ready], [] if writing is None else list(writing.known))
+        suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"])) & ~known
+        # Of equal rows the first one is computed: one that is known, else the suspect, which runs alone and stands for
+        # the rows that equal it.
+        ready = np.concatenate([ready[known], ready[suspected], ready[~known & ~suspected]])
         first = ready if self._samples else first_equal(work.features, ready)
-        computed = ready[first == ready]
-        alone, free = np.split(computed, [int(np.isin(computed, ready[: suspected.sum()]).sum())])
+        chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
+        done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
+        if writing is not None and len(done):
+            answers = [(work.rows[row], writing.known[int(work.rows[row])]) for row in done]
+            self._add_known(answers, found, errors)
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
         for row in alone:
-            self._run(work, row[None], found, errors, attempt)
-        lengths = work.features.lengths[free] + self._new_tokens
-        # A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
-        # already, and are halved when they fail.
-        cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
-        for prepared in self._prepared(work, [free[cut] for cut in cuts]):
-            self._run(work, prepared.rows, found, errors, attempt, prepared)
+            self._run(work, row[None], found, errors, attempt, writing=writing)
+        for prepared in self._prepared(work, self._batches(work, free, writing)):
+            self._run(work, prepared.rows, found, errors, attempt, prepared, writing)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
             attempt.idle()
@@ -159,6 +169,32 @@ class Scorer:
         same = np.arange(len(work.rows))
         same[ready] = first
         return self._assemble(work, work.rows[same], found, errors)
+
+    def _batches(self, work: ReadyRows, rows: np.ndarray, writing: Writing | None) -> list[np.ndarray]:
+        """Return batches of rows; a batch has texts of which as many tokens are written already.
+
+        A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
+        already, and are halved when they fail.
+        """
+        groups = [rows]
+        if writing is not None and self.reports:
+            groups = [np.searchsorted(work.rows, each) for each in by_begun(work.rows[rows], writing.begun)]
+        cut = partial(length_batches, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
+        return [each[one] for each in groups for one in cut(work.features.lengths[each] + self._new_tokens)]
+
+    def _add_known(
+        self,
+        answers: list[tuple[int, np.ndarray]],
+        found: list[tuple[np.ndarray, np.ndarray]],
+        errors: dict[int, str],
+    ) -> None:
+        """Add answers of earlier attempts, with their rows, to `found` and `errors`."""
+        rows = np.array([row for row, _ in answers], np.int64)
+        out = np.full((len(rows), self._new_tokens), NOTHING, np.int32)
+        for place, (_, answer) in enumerate(answers):
+            out[place, : len(answer)] = answer
+        errors |= _non_finite_rows(rows, out)
+        found.append((rows, out))
 
     def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
         """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
@@ -202,8 +238,9 @@ class Scorer:
         batch: np.ndarray,
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
-        attempt: Attempt | None,
+        attempt: Attempt | Attempts | None,
         prepared: Prepared | None = None,
+        writing: Writing | None = None,
     ) -> None:
         """Add the outputs of one batch to `found`, or errors of its rows to `errors`."""
         ready = None if prepared is None else prepared.inputs
@@ -215,15 +252,18 @@ class Scorer:
             # A half gets new inputs: a slice of the batch's would keep the padding of rows that are not in it.
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
-            out = self.forward(**inputs)
+            watch = {} if writing is None or not self.reports else {"watch": writing.watch(rows)}
+            out = self.forward(**inputs, **watch)
             seconds = time.perf_counter() - began
             self.waited += began - asked
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
-            # An error of the row, because NaN among the scores would spread to every mean that is computed from them.
-            for row in rows[_non_finite(out)]:
-                errors[int(row)] = "non_finite: the model gave NaN or infinity"
+            errors.update(_non_finite_rows(rows, out))
+            if writing is not None:
+                writing.finish(rows, out)
+            if self.settings.generation is not None:
+                self.written += int((out >= 0).sum())
             # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
             found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
 
@@ -311,6 +351,11 @@ def device() -> str:
         if collecting:
             gc.enable()
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _non_finite_rows(rows: np.ndarray, out: np.ndarray) -> dict[int, str]:
+    """Return the errors of rows, because NaN among the scores would spread to every mean that is computed from them."""
+    return {int(row): "non_finite: the model gave NaN or infinity" for row in rows[_non_finite(out)]}
 
 
 def _non_finite(out: np.ndarray) -> np.ndarray:

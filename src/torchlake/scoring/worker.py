@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,8 +24,9 @@ from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
 from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
-from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts, read_chunk
+from torchlake.jobs.worker.read_ahead import Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.writing import Writing, kept
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
@@ -64,7 +66,7 @@ class ScoredChunk(WrittenChunk):
 
 RANGE_ROWS = 1_000
 "The rows of the input from whose vectors the ranges of 8 bits are computed."
-COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")
+COUNTED = ("distinct", "tokens", "padded_tokens", "written", "seconds", "waited")
 "The counts of a scorer over all its chunks; a report has those of one chunk."
 
 
@@ -85,26 +87,41 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
         return table, joined(attempt.tokenizing(tokens))
 
-    def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, ReadyRows]) -> ScoredChunk:
-        table, work = ready
-        # The scorer counts over its lifetime, but a report covers one chunk.
+    def score(group: Sequence[Ready[tuple[pa.Table, ReadyRows]]]) -> list[ScoredChunk]:
+        works = [one.read[1] for one in group]
+        attempt = group[0].attempt if len(group) == 1 else Attempts([one.attempt for one in group])
+        # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
         before = {name: getattr(scorer, name) for name in COUNTED}
-        output = _output(table, settings, chunk, scorer.score(work, attempt))
-        return ScoredChunk(
-            # Written before the report is sent: the commit trusts that a reported part exists.
-            part=workspace.parts.write(name, output, chunk=chunk.index),
-            rows=len(work.rows),
-            **{name: getattr(scorer, name) - before[name] for name in COUNTED},
-            runtime=scorer.runtime,
-            startup=scorer.startup,
-            examples=examples_of(chunk, output["error"]),
-        )
+        keeping: AbstractContextManager[Writing | None] = nullcontext()
+        if settings.generation is not None and workspace.rows:
+            chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
+            keeping = kept(workspace.rows, chunks, attempt)
+        reports: list[ScoredChunk] = []
+        start = 0
+        with keeping as writing:
+            predictions = scorer.score(joined(works), attempt, writing)
+            for one, work in zip(group, works, strict=True):
+                output = _output(one.read[0], settings, one.chunk, predictions.slice(start, work.count))
+                start += work.count
+                reports.append(
+                    ScoredChunk(
+                        # Written before the report is sent: the commit trusts that a reported part exists.
+                        part=workspace.parts.write(one.name, output, chunk=one.chunk.index),
+                        rows=len(work.rows),
+                        runtime=scorer.runtime,
+                        startup=scorer.startup,
+                        examples=examples_of(one.chunk, output["error"]),
+                    )
+                )
+        counts = {name: getattr(scorer, name) - before[name] for name in COUNTED}
+        return [replace(reports[0], **counts), *reports[1:]]
 
     # The part is complete, but the process that wrote it died before its report; the counts are lost.
     def lost(part: Part) -> ScoredChunk:
         return ScoredChunk(part=part)
 
-    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost)
+    most = settings.chunks_ahead
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most)
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:

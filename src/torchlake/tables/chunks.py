@@ -2,14 +2,14 @@
 
 The chunks depend on the table alone, not on processes or engine, so a job that is run again finds the same chunks.
 Each is part of one file. In Parquet and Arrow files a big row group is split evenly and small ones are joined; text
-files are split between records. Cost: one pass over text files, the footers of others, and one sha256 of every local
-file; memory 16 bytes per 256 text records.
+files are split between records. Chunks of slow rows are smaller (`RowCost`). Cost: one pass over text files, the
+footers of others, and one sha256 of every local file; memory 16 bytes per 256 text records.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -35,18 +35,49 @@ TEXT = ("csv", "jsonl")
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
 FIRST_ROWS = 32
+CHUNK_S = 300.0
+"Expected seconds of a chunk of slow rows."
+FEWEST_ROWS, MOST_CHUNKS = 4, 4096
+"Slow rows share a batch, and each chunk is a file: fewer rows, or more chunks, only if single rows are that slow."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCost:
+    """What a row costs where each takes long: the texts of a model that writes.
+
+    It is an estimate from the job alone, never a measured speed: a job that is run again has to find the same chunks.
+    """
+
+    row_s: float = 0.0
+    "Seconds of a row, besides those of its bytes."
+    byte_s: float = 0.0
+    "Seconds of each byte."
+
+    def limits(self, rows: int, size: int) -> tuple[int, int]:
+        """Return the most rows and bytes of a chunk of a table of `rows` rows and `size` bytes."""
+        mean = size / max(1, rows)
+        seconds = max(self.row_s + self.byte_s * mean, 1e-9)
+        most = max(1, rows // MOST_CHUNKS, min(max(rows // CHUNKS, FEWEST_ROWS), MIN_ROWS, int(CHUNK_S / seconds)))
+        return most, min(MAX_BYTES, max(1, int(2 * most * mean))) if self.byte_s else MAX_BYTES
+
+    @property
+    def segment_rows(self) -> int:
+        """Rows between two places where a text file may be split."""
+        return min(FEWEST_ROWS, max(1, int(CHUNK_S / max(self.row_s, 1e-9))))
 
 
 def plan_chunks(
     table: Table,
     *,
     columns: Sequence[str],
-    chunk_rows: int | None = None,
+    chunk_rows: int | RowCost | None = None,
     cached: Sequence[InputFile] = (),
     hashed: bool = True,
     spread: Spread = in_process,
 ) -> ChunkPlan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
+
+    Slow rows, with a cost for `chunk_rows`: 1/64 of the table, from 1 to 1,024 rows that take at most `CHUNK_S`.
 
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for
     plans whose rows are only read. `spread` hashes files and scans text. Raises TableError when a column is missing, or
@@ -87,7 +118,7 @@ def plan_chunks(
 
 
 def _selected(
-    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+    table: Table, versions: Sequence[Version], columns: Sequence[str], wanted_rows: int | RowCost | None, spread: Spread
 ) -> tuple[list[tuple[InputFile, list[Split]]], dict[str, Any]]:
     """Return the files that have rows to read, with all of their rows counted; their splits; and what is left out.
 
@@ -96,12 +127,17 @@ def _selected(
     of_condition = columns_of(table.condition) if table.condition is not None else ()
     wanted, views = tuple(dict.fromkeys((*columns, *of_condition))), _views(table, columns)
     selector, unread = RowSelector(table, _views(table, of_condition)), table.unread_files
-    limit = table.options.selection.limit
+    limit, size = table.options.selection.limit, 0
+    chunk_rows = wanted_rows.segment_rows if isinstance(wanted_rows, RowCost) else wanted_rows
     scanned: Iterable[SplitCandidates | None] = [None] * len(table.files)
     if limit is None:
         scanned = found = _split_candidates(table, versions, wanted, chunk_rows, selector, spread)
         limit = sum(segment.rows for one in found for segment in one.segments)
-    size = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS)
+        size = sum(segment.bytes for one in found for segment in one.segments)
+    if isinstance(wanted_rows, RowCost):
+        most = wanted_rows.limits(limit, size)
+    else:
+        most = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS), MAX_BYTES
     files = []
     for file, name, version, candidates in zip(table.files, table.names, versions, scanned, strict=True):
         if candidates is None and selector.full:
@@ -117,7 +153,7 @@ def _selected(
             checksums=one.checksums,
             view=views.get(file, ""),
         )
-        split = split_text(one, size) if table.format in TEXT else split_row_groups(one.segments, size)
+        split = split_text(one, *most) if table.format in TEXT else split_row_groups(one.segments, *most)
         chosen = list(selector.select(planned, split))
         if chosen or not table.options.selection.asked:
             files.append((planned, chosen))
@@ -209,18 +245,18 @@ def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
     return replace(file, rows=rows, selected=digest(ranges))
 
 
-def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
+def split_row_groups(groups: Sequence[Segment], size: int, max_bytes: int = MAX_BYTES) -> Iterator[Split]:
     """Make chunks of row groups: split big ones evenly, and join small neighbors while they fit."""
     first_row = first = joined = joined_bytes = 0
     for place, group in enumerate(groups):
-        whole = group.rows <= size and group.bytes <= MAX_BYTES
-        if joined and (not whole or joined + group.rows > size or joined_bytes + group.bytes > MAX_BYTES):
+        whole = group.rows <= size and group.bytes <= max_bytes
+        if joined and (not whole or joined + group.rows > size or joined_bytes + group.bytes > max_bytes):
             yield Split(first_row, joined, (first, place - first), first_row)
             first_row, first, joined, joined_bytes = first_row + joined, place, 0, 0
         if whole:
             joined, joined_bytes = joined + group.rows, joined_bytes + group.bytes
         else:
-            count = min(group.rows, max(_ceil_div(group.rows, size), _ceil_div(group.bytes, MAX_BYTES)))
+            count = min(group.rows, max(_ceil_div(group.rows, size), _ceil_div(group.bytes, max_bytes)))
             for part in range(count):
                 start, stop = group.rows * part // count, group.rows * (part + 1) // count
                 yield Split(first_row + start, stop - start, (place, 1), first_row)
@@ -229,16 +265,16 @@ def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
         yield Split(first_row, joined, (first, len(groups) - first), first_row)
 
 
-def split_text(file: SplitCandidates, size: int) -> Iterator[Split]:
+def split_text(file: SplitCandidates, size: int, max_bytes: int = MAX_BYTES) -> Iterator[Split]:
     """Make chunks of about equal rows from a text file's segments: at most `size` rows and, unless it is one segment,
-    16 MiB.
+    `max_bytes`.
     """
     total = sum(segment.rows for segment in file.segments)
-    count = max(_ceil_div(total, size), _ceil_div(sum(segment.bytes for segment in file.segments), MAX_BYTES))
+    count = max(_ceil_div(total, size), _ceil_div(sum(segment.bytes for segment in file.segments), max_bytes))
     target = _ceil_div(total, count)
     first_row, offset, rows, length = 0, file.start, 0, 0
     for segment in file.segments:
-        if rows and (rows + segment.rows > size or length + segment.bytes > MAX_BYTES or rows >= target):
+        if rows and (rows + segment.rows > size or length + segment.bytes > max_bytes or rows >= target):
             yield Split(first_row, rows, offset=offset, bytes=length)
             first_row, offset, rows, length = first_row + rows, offset + length, 0, 0
         rows, length = rows + segment.rows, length + segment.bytes

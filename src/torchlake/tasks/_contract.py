@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from torchlake.tables.chunks import RowCost
+
 NO_TARGET = -100
 "Fills the targets of rows with fewer than others; losses of PyTorch ignore it."
 
@@ -91,8 +93,8 @@ class BaseTask:
     "Arrays of token ids; a row with an id that the model has no embedding for is an error."
     collates_ahead: bool = False
     "Whether `collate` takes long (decoding images): then threads do it while the model computes."
-    chunk_rows: int | None = None
-    "Default maximum of rows per chunk, if rows take more time or memory than their columns suggest; None: no limit."
+    chunk_rows: "int | RowCost | None" = None
+    "Default maximum of rows per chunk, or their cost, if rows take more time or memory than their columns suggest."
     forward_options: Mapping[str, Any] = {}
     "Keyword arguments of the model besides the batch."
     kept_back: Sequence[str] = ()

@@ -11,6 +11,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
 from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
+from torchlake.tables.chunks import RowCost
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
 from torchlake.tasks._completions import turn_end
 
@@ -24,6 +25,7 @@ class WritingTask(BaseTask):
     """A language model of transformers, whose answers are written tokens."""
 
     generates = True
+    chunk_rows = RowCost()
     measures_outputs = False
     # Training does not use the key-value cache; it would only hold memory.
     forward_options = {"use_cache": False}

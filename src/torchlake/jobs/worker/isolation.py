@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from torchlake.errors import Interrupted, RowErrors, StorageError, ran_out_of_memory
-from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -20,7 +20,7 @@ def run_isolated(
     rows: np.ndarray,
     run: Callable[[np.ndarray], None],
     errors: dict[int, str],
-    attempt: Attempt | None = None,
+    attempt: Attempt | Attempts | None = None,
     *,
     beside: np.ndarray = NOTHING,
     passed_on: tuple[type[Exception], ...] = (),

@@ -27,8 +27,10 @@ import os
 import secrets
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -105,13 +107,31 @@ class Attempt:
         return any(self.suspects.values())
 
     @contextmanager
-    def running(self, step: Step, rows: Sequence[int] | None = None) -> Iterator[None]:
-        """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long."""
+    def running(self, step: Step, rows: Sequence[int] | None = None, of: int = 0) -> Iterator[None]:
+        """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long.
+
+        `of` is the number of rows of the batch, if it has rows of other chunks, too.
+        """
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
         # thing that tells which rows it was working on.
         self._note([step, rows])
-        with _watched(self._trace, max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s):
+        limit_s = max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s
+        # Each row alone would have the limit, so a batch that shows progress has it for each of its rows.
+        self._latest = time.monotonic() + limit_s * max(1, of, len(rows or ()))
+        self._beaten = 0.0
+        with _watched(self._trace, limit_s):
             yield
+
+    def advance(self) -> None:
+        """Count the time limit of the running step from now, because its rows advance: a token, an answer."""
+        now = time.monotonic()
+        if now - self._beaten > min(1.0, self.limit_s / 10):  # each time starts a thread
+            self._beaten = now
+            _extend(self._trace, min(now + self.limit_s, self._latest))
+
+    def narrow(self, rows: Sequence[int], tokens: int) -> None:
+        """Log that only these of the scored rows are left, and how many tokens this attempt has written."""
+        self._note(["score", rows, tokens])
 
     def idle(self) -> None:
         """Log that no step is running."""
@@ -195,7 +215,7 @@ class Attempt:
         # An attempt that was idle when it died (killed by the scheduler, or with its machine) accuses no row.
         running: list[Any] = json.loads(lines[-1]) if len(lines) > 1 else []
         if running:
-            step, rows = running
+            step, rows = running[:2]
             known = set(state["suspects"][step])
             if step == "read" and known:
                 # Rows of a file cannot be read one by one, so a read that kills again can only be counted.
@@ -208,6 +228,50 @@ class Attempt:
         # Quarantined rows are error rows from now on; left among the suspects, they would keep the chunk running alone.
         for rows in self.suspects.values():
             rows.difference_update(self.quarantined)
+
+
+class Attempts:
+    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk."""
+
+    def __init__(self, attempts: Sequence[Attempt]) -> None:
+        self._all = attempts
+        self._starts = list(accumulate((one.rows for one in attempts), initial=0))
+        self._running: list[int] = []
+        self.suspects: dict[Step, set[int]] = {"score": set()}  # a chunk that has suspects runs alone
+
+    @contextmanager
+    def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
+        """Log in each chunk's log that a step of its rows begins; see `Attempt.running`."""
+        own = self._split(rows)
+        self._running = list(own)
+        with ExitStack() as stack:
+            for number, some in own.items():
+                stack.enter_context(self._all[number].running(step, some, len(rows)))
+            yield
+
+    def advance(self) -> None:
+        """Count the time limit of the running step from now."""
+        for number in self._running:
+            self._all[number].advance()
+
+    def narrow(self, rows: Sequence[int], tokens: int) -> None:
+        """Log which rows are left; the tokens are those of all chunks."""
+        own = self._split(rows)
+        for number in self._running:
+            self._all[number].narrow(own.get(number, []), tokens if number == self._running[0] else 0)
+
+    def idle(self) -> None:
+        """Log that no step is running."""
+        for one in self._all:
+            one.idle()
+
+    def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        """Return the rows of each chunk, as the chunk numbers them."""
+        own: dict[int, list[int]] = {}
+        for row in sorted(rows):
+            number = bisect_right(self._starts, row) - 1
+            own.setdefault(number, []).append(row - self._starts[number])
+        return own
 
 
 def read_chunk(reader: ChunkReader, chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, dict[int, str]]:
@@ -246,6 +310,13 @@ def _watched(trace: int, limit_s: float) -> Iterator[None]:
     finally:
         with _watching:
             del _deadlines[trace]
+            _watch_first()
+
+
+def _extend(trace: int, deadline: float) -> None:
+    with _watching:
+        if trace in _deadlines:
+            _deadlines[trace] = deadline
             _watch_first()
 
 

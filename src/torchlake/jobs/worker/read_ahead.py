@@ -1,16 +1,17 @@
 """A worker of a chunk job: it reads one chunk ahead, in a thread, while it makes the rows of the current one.
 
 A chunk that may have a poison row runs without any work on another chunk beside it; `poison_rows.py` decides which.
-Cost: one chunk in memory besides the one being worked on.
+Cost: one chunk in memory besides the one being worked on. Where chunks are small, because their rows are slow, several
+are read ahead, and those that are ready share batches.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -22,6 +23,7 @@ from torchlake.tables.plan import Chunk
 
 Read = TypeVar("Read")
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Workspace:
     journal: str
     "The folder for the logs of attempts."
     parts: PartFolder
+    rows: str = ""
+    "The folder or URL for the journals of chunks whose rows take long; empty for work without such rows."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,22 @@ class WrittenChunk:
     part: Part
     examples: tuple[str, ...] = ()
     "Up to three errors, each with file and row."
+    written: int = 0
+    "The tokens that a model wrote."
+
+
+class Ready(NamedTuple, Generic[Read]):
+    """A chunk whose rows are read, to be written under a part's name."""
+
+    chunk: Chunk
+    name: str
+    attempt: Attempt
+    read: Read
+
+
+def _ready(future: Future[T]) -> T | None:
+    """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
+    return future.result() if future.done() and future.exception() is None else None
 
 
 def reading_ahead(
@@ -47,59 +67,74 @@ def reading_ahead(
     limit_s: float,
     *,
     read: Callable[[Chunk, Attempt], Read],
-    write: Callable[[Chunk, str, Attempt, Read], Result],
+    write: Callable[[Sequence["Ready[Read]"]], Sequence[Result]],
     lost: Callable[[Part], Result],
+    most: int = 1,
 ) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Result]]:
     """Return a worker that yields a result for each (chunk, part name).
 
-    `read` runs one chunk ahead in another thread; `write` gets what it returned, writes the part and returns the
-    result; `lost` returns the result for a part that an earlier attempt has written. Each step of an attempt may take
-    up to `limit_s` seconds.
+    `read` runs up to `most` chunks ahead in another thread; `write` gets what it returned for at most `most` chunks,
+    writes their parts and returns the results; `lost` returns the result for a part that an earlier attempt has
+    written. Each step of an attempt may take up to `limit_s` seconds.
     """
     journal, parts = Path(workspace.journal), workspace.parts
     if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
         atomic_io.make_private_folder(journal.parents[1])
         journal.parent.mkdir(exist_ok=True)
 
-    def start(chunk: Chunk, attempt: Attempt) -> Read:
+    def start(chunk: Chunk, name: str, attempt: Attempt) -> Ready[Read]:
         try:
-            return read(chunk, attempt)
+            return Ready(chunk, name, attempt, read(chunk, attempt))
         except BaseException:
             attempt.close()
             raise
 
-    def finish(chunk: Chunk, name: str, attempt: Attempt, ready: Read) -> Result:
-        with closing(attempt):
-            return write(chunk, name, attempt, ready)
+    def finish(group: Sequence[Ready[Read]]) -> Sequence[Result]:
+        with ExitStack() as stack:
+            for one in group:
+                stack.enter_context(closing(one.attempt))
+            return write(group)
 
-    def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], Result]] | None:
-        """Pull a chunk, and read it unless it must run alone; return that and the function that finishes it."""
+    def begin(items: Iterator[tuple[Chunk, str]]) -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
+        """Pull a chunk and read it; if it must run alone, or is done, return the function that gives its result."""
         item = next(items, None)  # waits until the engine has another chunk
         if item is None:
             return None
         chunk, name = item
         part = parts.find(name, chunk.index, chunk.rows)
         if part is not None:
-            return False, partial(lost, part)
+            return lambda: [lost(part)]
         attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
-            return True, lambda: finish(chunk, name, attempt, start(chunk, attempt))
-        return False, partial(finish, chunk, name, attempt, start(chunk, attempt))
+            return lambda: finish([start(chunk, name, attempt)])
+        return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
-        with ThreadPoolExecutor(1, thread_name_prefix="read") as thread:
-            ahead = thread.submit(begin, items)
-            while (begun := ahead.result()) is not None:
-                alone, run = begun
-                if alone:
+        waiting: deque[Future[Ready[Read] | Callable[[], Sequence[Result]] | None]] = deque()
+
+        def pull() -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
+            begun = begin(items)
+            if isinstance(begun, Ready) and len(waiting) < most:
+                waiting.append(thread.submit(pull))
+            return begun
+
+        with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
+            stack.callback(lambda: [one.attempt.close() for one in map(_ready, waiting) if isinstance(one, Ready)])
+            waiting.append(thread.submit(pull))
+            while (begun := waiting.popleft().result()) is not None:
+                if not isinstance(begun, Ready):
                     # The next chunk is pulled only afterwards: if the process dies now, the death has one possible
                     # cause, and no row of another chunk becomes a suspect.
-                    result = run()
-                    ahead = thread.submit(begin, items)
+                    results = begun()
+                    waiting.append(thread.submit(pull))
                 else:
-                    ahead = thread.submit(begin, items)
-                    result = run()
-                yield result
+                    group = [begun]
+                    while waiting and len(group) < most and isinstance(_ready(waiting[0]), Ready):
+                        group.append(waiting.popleft().result())  # type: ignore[arg-type]
+                    if not waiting:  # the thread has stopped, because it was far enough ahead
+                        waiting.append(thread.submit(pull))
+                    results = finish(group)
+                yield from results
 
     return worker
 

@@ -4,6 +4,7 @@
         lock, lease.json               the writer (lease.py)
         plan.json                      plan and fingerprint
         journal/                       the workers' attempt logs, removed before publishing
+        rows/                          finished rows of unfinished chunks (jobs/worker/journal.py)
         table/part-*.parquet           becomes the output
         sealed/                        `table`, renamed before publishing so that late workers cannot write to it
         members/                       parts whose rows are in larger files of `sealed`, kept until it is published
@@ -28,7 +29,7 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import TABLE
 from torchlake.storage.lease import Lease
 
-FENCED, MEMBERS, OLD, ATTEMPT_LOG, PLAN = "sealed", "members", "old", "journal", "plan.json"
+FENCED, MEMBERS, OLD, ATTEMPT_LOG, ROWS, PLAN = "sealed", "members", "old", "journal", "rows", "plan.json"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -104,7 +105,7 @@ def reopen(staging: Path) -> None:
 
 def clear_job(staging: Path) -> None:
     """Remove the job, but not lock and lease. The plan goes first, because without it the rest counts as orphaned."""
-    atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, MEMBERS, OLD, ATTEMPT_LOG)])
+    atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, MEMBERS, OLD, ATTEMPT_LOG, ROWS)])
 
 
 def remove_staging(staging: Path) -> None:

@@ -33,6 +33,8 @@ class LocalState:
         "A folder on this machine; logs of attempts are in its folder `journal`."
         self.location = str(self.folder)
         "Where the plan is."
+        self.rows = str(self.folder.absolute() / staging.ROWS)
+        "Where workers keep finished rows of unfinished chunks."
         self._root, self._staged = root, staged
         self._lease: Lease | None = None
 
@@ -105,6 +107,7 @@ class StoredState:
 
     def __init__(self, root: str) -> None:
         self.location = f"{root.rstrip('/')}/{STATE}/staging"
+        self.rows = f"{self.location}/{staging.ROWS}"
         self._objects = ObjectFolder(self.location)
         self.folder = temporary_folder(root)
         self._lease: Lease | None = None
@@ -132,7 +135,7 @@ class StoredState:
         self._objects.write(staging.PLAN, json.dumps(value).encode(), site="plan")
 
     def clear(self) -> None:
-        self._objects.delete([staging.PLAN])
+        self._remove()
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
 
@@ -145,9 +148,14 @@ class StoredState:
         if self._lease is not None:
             lease, self._lease = self._lease, None
             # Before the lease ends, because after that another writer may store its plan.
-            self._objects.delete([staging.PLAN])
+            self._remove()
             lease.release()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _remove(self) -> None:
+        """Remove the plan, then the rows of chunks that were never finished."""
+        self._objects.delete([staging.PLAN])
+        self._objects.delete(self._objects.sizes(staging.ROWS))
 
 
 JobState = LocalState | StoredState

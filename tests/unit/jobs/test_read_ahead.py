@@ -1,0 +1,116 @@
+"""Chunks are read ahead, and share batches if they are ready; one that may have a poison row runs alone."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.read_ahead import Ready, Workspace, reading_ahead
+from torchlake.jobs.worker.task_progress import TaskProgress
+from torchlake.outputs.parts import PartFolder
+from torchlake.storage.versions import Version
+from torchlake.tables.plan import Chunk
+
+ROWS = 3
+
+
+def chunk(number: int) -> Chunk:
+    place = {"file": "in", "name": "in", "version": Version(0, 0), "sha256": "", "format": "parquet"}
+    return Chunk(
+        index=number, **place, row_groups=(0, 1), first_row=number * ROWS, rows=ROWS, schema=pa.schema([]).serialize()
+    )
+
+
+def items(count: int) -> Iterator[tuple[Chunk, str]]:
+    return ((chunk(number), f"part-{number}") for number in range(count))
+
+
+def worker(folder: Path, groups: list[list[int]], *, most: int, read: Any = None) -> Any:
+    """A worker that notes which chunks were written together; the first waits until the next ones are read."""
+    (folder / "table").mkdir(parents=True, exist_ok=True)
+    seen, enough = [], threading.Event()
+
+    def reading(one: Chunk, attempt: Attempt) -> int:
+        seen.append(one.index)
+        if len(seen) > most:
+            enough.set()
+        return one.index if read is None else read(one)
+
+    def write(group: Sequence[Ready[int]]) -> list[int]:
+        if not groups:
+            enough.wait(20 if most > 1 and read is None else 0)
+        groups.append([one.chunk.index for one in group])
+        return [one.read for one in group]
+
+    space = Workspace(journal=str(folder / "journal"), parts=PartFolder(location=str(folder / "table")))
+    return reading_ahead(space, 60.0, read=reading, write=write, lost=lambda part: part.chunk, most=most)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_results_are_in_order_and_groups_within_the_limit(tmp_path: Path, most: int) -> None:
+    groups: list[list[int]] = []
+    assert list(worker(tmp_path, groups, most=most)(items(10))) == list(range(10))
+    assert [number for group in groups for number in group] == list(range(10))
+    assert groups[0] == [0]
+    assert groups[1] == list(range(1, 1 + most))
+    assert max(map(len, groups)) == most
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+def test_a_chunk_with_suspects_shares_nothing(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir(parents=True)
+    killed = Attempt(tmp_path / "journal", 2, ROWS, 60.0)
+    with killed.running("score", [1]):
+        state = killed.path.read_text()
+    killed.close()
+    dead = json.loads(state.split("\n")[0]) | {"pid": 2**22 + 1}
+    killed.path.write_text(f'{json.dumps(dead)}\n["score", [1]]\n')
+    read: list[int] = []
+    groups: list[list[int]] = []
+
+    def reading(one: Chunk) -> int:
+        if one.index > 2:
+            assert [2] in groups, "it is read after the chunk before it is written"
+        read.append(one.index)
+        return one.index
+
+    assert list(worker(tmp_path, groups, most=2, read=reading)(items(5))) == list(range(5))
+    assert [2] in groups
+
+
+def test_an_error_ends_all_attempts(tmp_path: Path) -> None:
+    def reading(one: Chunk) -> int:
+        if one.index == 4:
+            raise RuntimeError("unreadable")
+        return one.index
+
+    with pytest.raises(RuntimeError, match="unreadable"):
+        list(worker(tmp_path, [], most=3, read=reading)(items(6)))
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+def test_the_logs_of_chunks_in_one_batch_name_their_own_rows(tmp_path: Path) -> None:
+    attempts = [Attempt(tmp_path, number, ROWS, 60.0) for number in range(3)]
+    counted = TaskProgress(tmp_path / "none")
+    counted._folder = tmp_path
+    together = Attempts(attempts)
+
+    def last() -> list[Any]:
+        return [json.loads(one.path.read_text().split("\n")[-2]) for one in attempts]
+
+    with together.running("score", [8, 0, 2, 7]):
+        assert [last()[0], last()[2]] == [["score", [0, 2]], ["score", [1, 2]]]
+        together.advance()
+        together.narrow([0, 7], 9)
+        assert [last()[0], last()[2]] == [["score", [0], 9], ["score", [1], 0]]
+        assert counted.rows() == 2
+    together.idle()
+    assert last() == [[], [], []]
+    assert (counted.rows(), counted.speed()) == (4, ())
+    for one in attempts:
+        one.close()
