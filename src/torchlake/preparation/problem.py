@@ -80,23 +80,8 @@ def draft_spec(job: Job) -> TaskSpec:
         "data.template": data.template is not None and len(as_columns(data.text or "")) < 2,
         "train.batch_norm": job.train.batch_norm == "local" and job.model.task_options.get("batch_norm") != "batch",
     }
-    unless = f", unless data.problem is {' or '.join(task.labeled)}" if task.labeled else ""
-    reasons = {
-        "data.label": f"learns the text itself and reads no label{unless}",
-        "data.problem": f"learns the text itself and reads no label{unless}",
-        "data.label_separator": "reads no several classes per row",
-        "data.learn": "learns labels, not the turns of a conversation",
-        **dict.fromkeys((f"data.{name}" for name in OF_ROWS), "reads no conversations or completions"),
-        "data.text": "reads no text",
-        "data.chosen": "learns from no pairs of answers, which text_generation does",
-        "train.preference": "learns from no pairs of answers (data.chosen and data.rejected)",
-        "data.text_pair": "reads no pairs of texts",
-        "data.separator": "reads one column of texts (data.text)",
-        "data.template": "reads one column of texts (data.text)",
-        "train.batch_norm": "has no statistics of batches here, as model.task_options.batch_norm=batch has",
-    }
     for name in (name for name, unused in ignored.items() if unused):
-        raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")
+        raise ConfigError(f"{name}: {task.name} {_reasons(task)[name]}; remove the setting")
     if job.model.base is None and task.needs_base:
         raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     named = {**data.inputs, **_answers(data)}
@@ -124,6 +109,25 @@ def draft_spec(job: Job) -> TaskSpec:
         rows=row_options(data) if task.packs or task.pairs else RowOptions(),
         preference=_preference(job) if task.pairs else {},
     )
+
+
+def _reasons(task: Any) -> dict[str, str]:
+    """Return why a task ignores a setting, by its name."""
+    unless = f", unless data.problem is {' or '.join(task.labeled)}" if task.labeled else ""
+    return {
+        "data.label": f"learns the text itself and reads no label{unless}",
+        "data.problem": f"learns the text itself and reads no label{unless}",
+        "data.label_separator": "reads no several classes per row",
+        "data.learn": "learns labels, not the turns of a conversation",
+        **dict.fromkeys((f"data.{name}" for name in OF_ROWS), "reads no conversations or completions"),
+        "data.text": "reads no text",
+        "data.chosen": "learns from no pairs of answers, which text_generation does",
+        "train.preference": "learns from no pairs of answers (data.chosen and data.rejected)",
+        "data.text_pair": "reads no pairs of texts",
+        "data.separator": "reads one column of texts (data.text)",
+        "data.template": "reads one column of texts (data.text)",
+        "train.batch_norm": "has no statistics of batches here, as model.task_options.batch_norm=batch has",
+    }
 
 
 def _unread(task: Any) -> Sequence[str]:

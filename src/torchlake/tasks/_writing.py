@@ -25,7 +25,7 @@ class WritingTask(BaseTask):
     """A language model of transformers, whose answers are written tokens."""
 
     generates = True
-    chunk_rows = RowCost()
+    chunk_rows: int | RowCost | None = RowCost()
     measures_outputs = False
     # Training does not use the key-value cache; it would only hold memory.
     forward_options = {"use_cache": False}

@@ -118,8 +118,14 @@ def reading_ahead(
                 waiting.append(thread.submit(pull))
             return begun
 
+        def close_read() -> None:
+            for future in waiting:
+                one = _ready(future)
+                if isinstance(one, Ready):
+                    one.attempt.close()
+
         with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(lambda: [one.attempt.close() for one in map(_ready, waiting) if isinstance(one, Ready)])
+            stack.callback(close_read)
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
@@ -129,8 +135,9 @@ def reading_ahead(
                     waiting.append(thread.submit(pull))
                 else:
                     group = [begun]
-                    while waiting and len(group) < most and isinstance(_ready(waiting[0]), Ready):
-                        group.append(waiting.popleft().result())  # type: ignore[arg-type]
+                    while len(group) < most and isinstance(ahead := _ready(waiting[0]) if waiting else None, Ready):
+                        waiting.popleft()
+                        group.append(ahead)
                     if not waiting:  # the thread has stopped, because it was far enough ahead
                         waiting.append(thread.submit(pull))
                     results = finish(group)
