@@ -3,7 +3,7 @@
     embeddings + alpha / sqrt(L d) * u,   u uniform in [-1, 1)
 
 L is the number of tokens of the text itself, without padding and without its neighbors in a packed block; d is the
-width. The numbers of a text are drawn by a generator whose seed is (seed, step, position in the batch, text in the
+width. The numbers of each text are drawn by a generator whose seed is (seed, step, position in the batch, text in the
 block). So a run that continues, other micro-batches and another number of ranks add the same noise.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 Text = tuple[int, int, int, tuple[int, ...]]
-"The line of a micro-batch with a text, the text's first token and its length there, and what seeds its noise."
+"The line of a micro-batch, the first token of one of its texts and its length there, and what seeds its noise."
 
 
 class EmbeddingNoise:

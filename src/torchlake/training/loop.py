@@ -151,8 +151,7 @@ def train_loop(
 
     `validating` has the validation rows, and the prompts that the model answers at each validation.
     """
-    validation, exercises = validating
-    train, group = settings.job.train, state.group
+    (validation, exercises), train, group = validating, settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)

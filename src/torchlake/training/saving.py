@@ -126,7 +126,7 @@ def _write_adapter(
 ) -> None:
     """Write the model folder of a training with adapters: with them merged into the base, or alone."""
     model, job = _initial_model(settings), settings.job
-    assert job.model.lora is not None, "else there would be no adapters"
+    assert job.model.lora is not None, "only LoRA trains adapters"
     with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
         adapter, auto_class = Path(scratch) / ADAPTER, plugins.load("tasks", settings.spec.task).auto_class
         base = lora.write_adapter(job, model, tensors, adapter, auto_class)

@@ -97,6 +97,15 @@ def check_peft(what: str) -> None:
         raise MissingExtra(f"{what} needs the library 'peft', which is not installed: {pip_install('torchlake[lora]')}")
 
 
+def check_bits(kind: str) -> None:
+    """Raise MissingExtra with the pip command if bitsandbytes is not installed; `kind` is a value of model.quantize."""
+    if find_spec("bitsandbytes") is None:
+        raise MissingExtra(
+            f"model.quantize={kind} needs the library 'bitsandbytes', which is not installed: "
+            f"{pip_install('torchlake[8bit]')}"
+        )
+
+
 def check_config(file: Path, values: Any) -> None:
     """Raise DataError for an adapter_config.json that is not of LoRA, or would draw weights or import code."""
     if not isinstance(values, Mapping):

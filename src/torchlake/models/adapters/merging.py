@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 "What peft puts before the name of each tensor."
 NOT_OF_LAYERS = frozenset({"peft_version", "auto_mapping", "runtime_config"})
-"Keys of adapter_config.json that are no arguments of peft's LoraConfig, or are not read."
+"Keys of adapter_config.json that are not arguments of peft's LoraConfig, or are not read."
 
 
 @contextmanager

@@ -10,26 +10,17 @@ every machine. Not quantized: embeddings, norms, heads, and everything beside th
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from torchlake.errors import ConfigError, MissingExtra, pip_install
+from torchlake.errors import ConfigError
+from torchlake.models.adapters.base import check_bits
 from torchlake.optim.parameters import layers
 
 BLOCK, BLOCK_OF_SCALES, CODES = 64, 256, 256
-
-
-def check_installed(kind: str) -> None:
-    """Raise MissingExtra with the pip command if bitsandbytes is not installed."""
-    if find_spec("bitsandbytes") is None:
-        raise MissingExtra(
-            f"model.quantize={kind} needs the library 'bitsandbytes', which is not installed: "
-            f"{pip_install('torchlake[8bit]')}"
-        )
 
 
 class QuantizedLinear(nn.Linear):
@@ -115,14 +106,14 @@ def quantize(model: nn.Module, kind: str) -> None:
 
     Raises MissingExtra without bitsandbytes, ConfigError for a model without such layers.
     """
-    check_installed(kind)
+    check_bits(kind)
     for parent, name, linear in _linear_layers(model):
         setattr(parent, name, _quantized(linear, kind))
 
 
 def round_weights(model: nn.Module, kind: str) -> None:
     """Give the same layers the weights that their quantized form stands for, in the type that they have."""
-    check_installed(kind)
+    check_bits(kind)
     for _, _, linear in _linear_layers(model):
         rounded = _quantized(linear, kind).dequantize()
         linear.weight.data = _as_stored(linear, rounded).to(linear.weight.dtype)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torchlake.config.job import Job
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError
-from torchlake.models.adapters import files, merging, quantized
-from torchlake.models.adapters.base import Base, check_peft, describe_base
+from torchlake.models.adapters import files, merging
+from torchlake.models.adapters.base import Base, check_bits, check_peft, describe_base
 from torchlake.optim.parameters import head_modules, layers
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_lora(job: Job, task: Any) -> None:
         return
     check_peft("model.lora")
     if job.model.quantize is not None:
-        quantized.check_installed(job.model.quantize)
+        check_bits(job.model.quantize)
         if job.train.strategy == "deepspeed":
             raise ConfigError(
                 "model.quantize cannot be combined with train.strategy=deepspeed, which would convert the quantized "

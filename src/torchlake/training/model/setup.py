@@ -73,10 +73,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     config = getattr(base, "config", None)
     dtype, per_token = precision.dtype or torch.float32, task.packs or task.pairs
     speed = measure(layers(model), config, per_token=per_token, device=group.device, dtype=dtype)
-    _set_up(model, base, shared, job, train, spec, task, group)
-    if job.model.quantize is not None and settings.strategy == "fsdp":
-        quantized.store_as(model, precision.dtype or torch.float32)
-    noise = None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed)
+    _set_up(model, base, shared, job.model_copy(update={"train": train}), spec, task, settings.strategy, group)
     model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
     module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
@@ -108,7 +105,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         isolates=shared.isolates,
         one_line=job.model.attention == "flash",
         chunked=shared.after_head is not None,
-        noise=noise,
+        noise=None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed),
         equal_lengths=shared.equal_lengths,
     ), progress
 
@@ -149,17 +146,20 @@ def _set_up(
     base: Any,
     traits: Traits,
     job: Job,
-    train: TrainConfig,
     spec: TaskSpec,
     task: Any,
+    strategy: str,
     group: Group,
 ) -> None:
     """Set how the model computes, after rank 0 has computed with it on the CPU in fp32."""
+    train = job.train
     precision = find_precision(train.precision, group.device)
     if traits.after_head is not None:
         task.chunk_loss(base, traits.after_head, compiled=train.compile)
     if precision.weights and not stores_all(job):
         kernels.convert_frozen(model, precision.dtype)
+    if job.model.quantize is not None and strategy == "fsdp":
+        quantized.store_as(model, precision.dtype or torch.float32)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
     if task.pairs:
