@@ -12,6 +12,7 @@ exceeds a limit becomes an error row, `chat_limit: ...`.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,19 +60,13 @@ def is_chat(kind: pa.DataType, names: Names | None = None) -> bool:
 
 
 def looks_like_chats(values: Iterable[Any], names: Names | None = None) -> bool:
-    """Return whether texts are conversations as JSON: the first ones, nulls and blanks left out, and at least one."""
-    found = 0
-    for value in values:
-        if not isinstance(value, str) or not value.strip():
-            continue
-        try:
-            read_messages(value, names)
-        except (ValueError, RecursionError):
-            return False
-        found += 1
-        if found == MOST_LOOKED_AT:
-            break
-    return found > 0
+    """Return whether half of the first texts, nulls and blanks left out, or more are conversations as JSON."""
+    texts = [value for value in values if isinstance(value, str) and value.strip()][:MOST_LOOKED_AT]
+    good = 0
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            good += bool(read_messages(text, names))
+    return 2 * good >= max(1, len(texts))
 
 
 def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]]:

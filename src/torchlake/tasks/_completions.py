@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
+from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
 from torchlake.tasks._chat import Names, read_messages
 from torchlake.tasks._rendering import Request, render
 
@@ -65,6 +65,20 @@ def all_completion_ids(
         for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):
             found[row] = ended(ids, encoder, turn=turn).tolist()
     return found
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends an assistant's turn; None: it has no template, or no token."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAMPLE}]
+    [made] = render(tokenizer, [Request(messages=messages)])
+    if isinstance(made, ValueError):
+        return None
+    encoder = AnswerEncoder.of(tokenizer)
+    [(ids, _)] = encoder.encode(made[-1:], whole=True)
+    last = int(ids[ids >= 0][-1])
+    return last if last in encoder.added else None
 
 
 def joined(prompt: str, completion: str) -> Rendered:

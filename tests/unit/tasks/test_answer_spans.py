@@ -16,7 +16,7 @@ from sweeps import sweep
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.features import Features
 from torchlake.tasks import _chat
-from torchlake.tasks._completions import completion_ids
+from torchlake.tasks._completions import completion_ids, turn_end
 from torchlake.tasks._whole_rows import whole_rows
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
@@ -214,6 +214,14 @@ def test_a_system_text_and_the_names_of_sharegpt() -> None:
     names = {"role": "who", "content": "text", "roles": {"q": "user", "a": "assistant"}}
     assert sequences(rows_of(made, other, system="be good", messages=names)) == expected
     assert rows_of(made, other).errors == {0: "bad_chat: message 1 has no text in 'role'"}
+
+
+@pytest.mark.parametrize(("name", "end"), [("phi3", "<|end|>"), ("gemma", "<end_of_turn>"), ("qwen3", "<|im_end|>")])
+def test_the_end_token_of_a_turn_is_found(name: str, end: str) -> None:
+    made = tokenizer(name, marked=False)
+    assert turn_end(made) == made.convert_tokens_to_ids(end)
+    made.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    assert turn_end(made) is None
 
 
 def test_a_completion_is_learned_up_to_its_end_token() -> None:

@@ -16,10 +16,14 @@ import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake import plugins
+from torchlake.config.job import load_job
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import load
+from torchlake.preparation.conversations import with_table
 from torchlake.preparation.prepare import prepare
+from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.tables.record import read_commit
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tasks._completions import completion_ids
 
 SAID = ("good ?", "yes , all of it", "a film that we like", "it was boring", "is it fun ?", "no")
@@ -161,12 +165,9 @@ def test_settings_that_exclude_each_other_are_refused_before_any_work(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def prepared(folder: Path, model: Path, table: pa.Table, engine: Any = None, *, bad_rows: str = "error", **data: Any):
-    from torchlake.config.job import load_job
-    from torchlake.preparation.conversations import with_table
-    from torchlake.preparation.problem import complete_spec, draft_spec
-    from torchlake.tables.sources._options import ReadOptions
-
+def prepared(
+    folder: Path, model: Path, table: pa.Table, engine: Any = None, *, bad_rows: str = "error", **data: Any
+) -> dict[str, Any]:
     path = folder / "table.parquet"
     spec = draft_spec(load_job(None, **sections(folder, model, table, **data)))
     spec = complete_spec(with_table(spec, path, ReadOptions()), None, max_length=64)
@@ -193,6 +194,12 @@ def test_rows_that_are_too_long_are_cut_dropped_or_errors(tmp_path: Path, tiny_g
     assert found["drop"] == found["error"] == ["too_long", None, None, "too_long"]
     assert found["cut_start"] == [None, None, None, "no_answer_left"]
     assert read_commit(tmp_path / "cut_start" / "tokens")["provenance"]["truncated"]["rows"] == 1
+
+
+def test_a_row_without_any_of_its_texts_is_an_error(tmp_path: Path, tiny_gpt2: Path) -> None:
+    table = pa.table({"ask": ["good ?", None, "fun ?"], "more": ["a film", " ", None]})
+    prepared(tmp_path, tiny_gpt2, table, bad_rows="drop", text=["ask", "more"])
+    assert pq.read_table(tmp_path / "tokens")["error"].to_pylist() == [None, "null_input", None]
 
 
 @pytest.mark.slow
