@@ -44,7 +44,7 @@ class WritingTask(BaseTask):
         named = settings_of(base).get("eos_token_id", [])
         turn = turn_end(tokenizer) if spec.whole or spec.preference else None
         ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id}
-        return sorted(ends | ({turn} - {None}))
+        return sorted(ends if turn is None else {*ends, turn})
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
