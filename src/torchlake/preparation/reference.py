@@ -93,20 +93,10 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
     """
     import torch
 
-    from torchlake.models import probes
-    from torchlake.models.adapters import quantized
     from torchlake.optim.precision import find_precision
 
     task, where = plugins.load("tasks", spec.task), device()
-    model = task.base_model(Path(reference.folder), spec).eval()
-    if reference.quantize is not None:
-        quantized.round_weights(model, reference.quantize)
-    tried = probes.features(task, processor, spec)
-    assert tried is not None, "it reads texts"
-    row = probes.batches(task, tried, processor, spec)[1]["input_ids"][0]
-    chunks = task.find_chunks(model, row, tokens=0)
-    if chunks is not None:
-        task.chunk_loss(model, chunks, compiled=False)
+    model, chunked = _load(reference, spec, processor)
     model.to(where)
     dtype = find_precision(reference.precision, torch.device(where)).dtype
 
@@ -117,7 +107,7 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         lines = pairs.lines_of(pairs.answers_of(some, split[rows]), spec.max_length, isolates=False)
         made = pairs.pair_batch(lines, processor.pad_token_id, with_prompts=False)
         batch = {"input_ids": made.ids, "attention_mask": made.mask}
-        batch |= {} if chunks is None else {"targets": made.targets, "places": made.places}
+        batch |= {"targets": made.targets, "places": made.places} if chunked else {}
         sent = {name: torch.from_numpy(array).to(where) for name, array in batch.items()}
         with torch.inference_mode(), torch.autocast(where, dtype or torch.bfloat16, enabled=dtype is not None):
             answer = model(**sent, **task.forward_options)
@@ -152,3 +142,21 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         return made.set_column(place, made.schema.field(place), to_arrow(found, made.schema.field(place).type))
 
     return scored
+
+
+def _load(reference: Reference, spec: TaskSpec, processor: Any) -> tuple[Any, bool]:
+    """Return the model, and whether it returns the log-probabilities of given tokens in place of all logits."""
+    from torchlake.models import probes
+    from torchlake.models.adapters import quantized
+
+    task = plugins.load("tasks", spec.task)
+    model = task.base_model(Path(reference.folder), spec).eval()
+    if reference.quantize is not None:
+        quantized.round_weights(model, reference.quantize)
+    tried = probes.features(task, processor, spec)
+    assert tried is not None, "it reads texts"
+    row = probes.batches(task, tried, processor, spec)[1]["input_ids"][0]
+    chunks = task.find_chunks(model, row, tokens=0)
+    if chunks is not None:
+        task.chunk_loss(model, chunks, compiled=False)
+    return model, chunks is not None

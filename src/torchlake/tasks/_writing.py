@@ -34,7 +34,7 @@ class WritingTask(BaseTask):
         self, folder: Path, model_or_state: Any, config: Any, processor: Any, spec: TaskSpec, **card: Any
     ) -> None:
         """Write a model folder, with the settings of the base's generation_config.json; its texts end as in training,
-        too."""
+        answers with the end token of a turn."""
         base = Path(processor.name_or_path)
         own, ends = settings_of(base), self.end_tokens(base, processor, spec)
         own["eos_token_id"] = ends if len(ends) > 1 else processor.eos_token_id
@@ -42,11 +42,11 @@ class WritingTask(BaseTask):
         write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
 
     def end_tokens(self, base: Path, tokenizer: Any, spec: TaskSpec) -> list[int]:
-        """Return the tokens that end the texts of a model that is trained from `base`, and a turn of its template."""
+        """Return the tokens that end the texts of a model that is trained from `base`, and the turns of answers."""
         named = settings_of(base).get("eos_token_id", [])
-        turn = turn_end(tokenizer) if spec.whole else None
-        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, turn}
-        return sorted(ends - {None})
+        turn = turn_end(tokenizer) if spec.whole or spec.preference else None
+        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id}
+        return sorted(ends if turn is None else {*ends, turn})
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
