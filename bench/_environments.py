@@ -77,6 +77,17 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "daft": (("numpy==2.4.6", "pyarrow==25.0.1", "daft==0.7.26"),),
+    "trl": (
+        (
+            *SHARED,
+            "transformers==5.23.0",
+            "trl==1.16.0",
+            "accelerate==1.15.0",
+            "datasets==5.2.0",
+            "peft==0.21.2",
+            "pyarrow==25.0.1",
+        ),
+    ),
     "deepspeed": (
         (*SHARED, "transformers==5.23.0", "huggingface-hub==2.4.0", "setuptools", "wheel", "ninja"),
         ("--no-build-isolation", "deepspeed==0.19.8"),

@@ -103,6 +103,17 @@ def verdicts(rows: int) -> pa.Table:
     return table.set_column(2, "summary", pa.array([f"it is {label}" for label in table["label"].to_pylist()]))
 
 
+def preferences(rows: int) -> pa.Table:
+    """Openings of reviews with a good and a bad ending, of different lengths."""
+    random = np.random.default_rng(8)
+    opening = [f"the {random.choice(tiny.OTHER[2:8])} was" for _ in range(rows)]
+    answers = {
+        name: [" ".join(["", *random.choice(kind, random.integers(1, 7))]) for _ in range(rows)]
+        for name, kind in (("better", tiny.GOOD), ("worse", tiny.BAD))
+    }
+    return pa.table({"id": range(rows), "opening": opening, **answers})
+
+
 def questions(rows: int) -> pa.Table:
     """What the one good, or the one bad word of a text is; every fifth text is long."""
     random = np.random.default_rng(6)
@@ -167,6 +178,14 @@ CASES = {
             ("null_input", {"text": ""}),
             ("prompt_too_long", {"text": "good " * 500}),
         ),
+        predict={"max_new_tokens": 4},
+    ),
+    "preference": Case(
+        build=partial(tiny.build_language_model, kind="llama"),
+        table=preferences,
+        data={"text": "opening", "chosen": "better", "rejected": "worse"},
+        model={"task": "preference", "max_length": 24},
+        bad=(("null_input", {"opening": None}), ("prompt_too_long", {"opening": "good " * 500})),
         predict={"max_new_tokens": 4},
     ),
     "embeddings_of_pairs": Case(

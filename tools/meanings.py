@@ -75,6 +75,7 @@ REASONS = {
     "unknown_token": "has a token for which the model has no embedding.",
     "non_finite": "gave NaN or infinity.",
     "out_of_memory": "did not fit into memory, alone in its batch.",
+    "no_preference": "has two answers that are equal, or have the same tokens; in training and `evaluate` only.",
     "killed_process": "killed its process twice.",
     "timeout": "took longer than `--row-timeout`, twice.",
 }

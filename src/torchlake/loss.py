@@ -27,8 +27,10 @@ if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this 
 
 EPSILON = 2.0**-24
 "The distance between 1 and the next lower number in fp32."
+SMALL_BYTES = 2**26
+"""Bytes of fp32 logits above which a language model computes its loss itself, with logits at its targets only."""
 CHUNK_BYTES = 2**30
-"""Bytes of fp32 logits above which a language model's loss is computed in chunks, and the bytes of a chunk.
+"""Bytes of the fp32 logits that this loss holds at once.
 
 Every chunk adds to the whole gradient of the head's weight, so few large ones are faster than many small ones."""
 

@@ -163,7 +163,8 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime {ENGINE}",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE}",
+    o.EvaluateFlags,
 )
 def evaluate(
     model: ModelFolder,
@@ -241,10 +242,10 @@ def doctor() -> Work:
     return commands.doctor
 
 
-@_command("demo", "folder rows", o.DemoFlags)
+@_command("demo", "folder rows task", o.DemoFlags)
 def demo(given: Given) -> Work:
-    """Train, predict, evaluate and verify on generated reviews. Needs no network and no data."""
-    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400)
+    """Train, predict, evaluate and verify on generated tables. Needs no network and no data."""
+    return lambda: commands.demo(given["folder"] or "demo", given["rows"] or 2400, given["task"] or "reviews")
 
 
 @_command("version")

@@ -1,11 +1,16 @@
-"""Generated reviews for the demo, from a small grammar (`demo.yaml`).
+"""Generated tables for the demo: reviews from a small grammar (`demo.yaml`), and questions about Shakespeare's lines.
 
 Each review has a verdict: stated directly ("the plot is gripping"), by denying its opposite ("not dull at all"), or by
 weighing two sides ("a dull first hour, but the ending redeems it"). Neutral sentences extend it to 4 to 60 words.
 Counting words predicts the verdict clearly worse than reading them. Training rows do not use the last fifth of a list,
 test rows not the first fifth, so some words and phrases of the test are new. 3 % of the labels are wrong on purpose.
+
+The questions are about 216 lines of tiny Shakespeare (`demo.txt`): who says one, how it continues, how many words it
+has, and to look one up by a tool. Answers are computed. Test questions are about parts of lines that training does not
+ask for.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -28,6 +33,21 @@ KINDS = {"outright": 0.56, "denial": 0.20, "weighing": 0.16, "expectation": 0.08
 
 GRAMMAR: dict[str, Any] = yaml.safe_load(files("torchlake.cli").joinpath("demo.yaml").read_text(encoding="utf-8"))
 "The lists of words and sentences."
+LINES = [
+    line.split(": ", 1) for line in files("torchlake.cli").joinpath("demo.txt").read_text(encoding="utf-8").splitlines()
+]
+"Speakers and what they say, in one line each."
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "find_line", "parameters": {"speaker": "string", "word": "string"}},
+}
+TEMPLATE = (
+    "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"The chat template of the small model."
 
 
 def write_reviews(folder: str | Path, rows: int = 2400, seed: int = 0) -> tuple[Path, Path]:
@@ -108,3 +128,95 @@ def _pick(rng: np.random.Generator, split: str, options: Sequence[str]) -> str:
     held = len(options) // 5
     allowed = options[: len(options) - held] if split == "train" else options[held:]
     return allowed[int(rng.integers(len(allowed)))]
+
+
+def write_questions(folder: Path, rows: int = 2400, seed: int = 0) -> dict[str, Path]:
+    """Write tables of conversations and return their paths: train, test (a tenth as many rows) and pairs.
+
+    Columns: id, messages (JSON) and tools (JSON, or null); of test and pairs `messages` ends with the question, and
+    `answer` has the right answer as the model should write it; of pairs, `wrong` has that of another line.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.Generator(np.random.Philox([seed, 2]))
+    found: dict[str, Path] = {}
+    for name, count in (("train", rows), ("test", rows // 10), ("pairs", rows // 4)):
+        made = []
+        for row in range(count):
+            kind, split = row % 4, "test" if name == "test" else "train"
+            line = int(rng.integers(len(LINES)))
+            question, answer, text, tools = _question(rng, split, kind, line)
+            asked, said = [{"role": "user", "content": question}], {"role": "assistant", **answer}
+            values: dict[str, str | None] = {
+                "id": f"{name}-{row:05d}",
+                "messages": json.dumps([*asked, *([said] if name == "train" else [])]),
+            }
+            values["tools"] = json.dumps([TOOL]) if tools else None
+            if name != "train":
+                values["answer"] = text
+            if name == "pairs":
+                others = (_question(rng, split, kind, int(rng.integers(len(LINES)))) for _ in range(100))
+                wrong = next(other for other in others if other[2] != text)
+                values |= {"right": json.dumps([said]), "wrong": json.dumps([{"role": "assistant", **wrong[1]}])}
+            made.append(values)
+        found[name] = folder / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(made), found[name])
+    return found
+
+
+def _question(rng: np.random.Generator, split: str, kind: int, line: int) -> tuple[str, dict[str, Any], str, bool]:
+    """Return a question about a line, the answer's message and its text, and whether a tool is needed.
+
+    Parts of lines begin at an even word in training, at an odd one in the test.
+    """
+    speaker, said = LINES[line]
+    words = said.split()
+    starts = range(int(split == "test"), len(words) - 2, 2)
+    start = starts[int(rng.integers(len(starts)))]
+    part = " ".join(words[start:])
+    if kind == 0:
+        return f"Who says: {part}?", {"content": speaker}, speaker, False
+    if kind == 1:
+        half = start + (len(words) - start) // 2
+        rest = " ".join(words[half:])
+        return f"Continue: {' '.join(words[start:half])}", {"content": rest}, rest, False
+    if kind == 2:
+        return f"How many words: {part}", {"content": str(len(words) - start)}, str(len(words) - start), False
+    word = re.sub(r"\W", "", words[start]).lower() or "line"
+    arguments = {"speaker": speaker, "word": word}
+    call = {"type": "function", "function": {"name": TOOL["function"]["name"], "arguments": arguments}}
+    text = f"{TOOL['function']['name']} {json.dumps(arguments)}"
+    return f"Find what {speaker} says about {word}.", {"content": "", "tool_calls": [call]}, text, True
+
+
+def build_small_model(folder: Path) -> Path:
+    """Write a language model of 4 layers and random weights, with a tokenizer trained on the lines."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|tools|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    texts = [": ".join(line) for line in LINES]
+    backend.train_from_iterator([*texts, *(f" {text}" for text in texts), TOOL["function"]["name"]], trainer)
+    backend.add_special_tokens([AddedToken(each, special=True) for each in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[0])
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=96,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

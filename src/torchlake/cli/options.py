@@ -123,6 +123,14 @@ class PlanFlags(JobFlags):
     latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
 
 
+class EvaluateFlags:
+    """Options of `evaluate`."""
+
+    reference: Annotated[
+        str, _input("MODEL", "Of pairs of answers: what rewards are relative to (default: as in training).")
+    ]
+
+
 class PredictFlags:
     """Options of `predict`."""
 
@@ -183,6 +191,10 @@ class DemoFlags:
 
     folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
     rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
+    task: Annotated[
+        Literal["reviews", "chat"],
+        _demo("NAME", "Demo: reviews are classified; in chat a model learns to answer (default: reviews)."),
+    ]
 
 
 def parameters(names: str, own: type) -> Iterator[inspect.Parameter]:

@@ -45,6 +45,12 @@ class Job(BaseModel):
     track: TrackConfig = TrackConfig()
     """Where parameters and metrics are logged besides metrics.jsonl."""
 
+    @property
+    def task(self) -> str:
+        """The task that is trained: of text generation with pairs of answers, preference; else model.task."""
+        pairs = self.model.task == "text_generation" and self.data.chosen is not None
+        return "preference" if pairs else self.model.task
+
     def _shown(self) -> Shown:
         given = flat(redacted(self.model_dump(mode="json", exclude_unset=True)))
         return f"{self.model.task}, {len(given)} settings", [[("setting", "value"), *given.items()]]

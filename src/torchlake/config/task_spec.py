@@ -15,8 +15,9 @@ Columns = str | tuple[str, ...]
 "One column, or several."
 
 TASK_FILE = "task.json"
-GENERATIVE: tuple[Problem, ...] = ("next_token", "next_answer_token")
-"Problems without a label: the loss is over every token, or over the tokens of the assistant's turns."
+GENERATIVE: tuple[Problem, ...] = ("next_token", "next_answer_token", "preference")
+"""Problems without a label: the loss is over every token, over the tokens of the assistant's turns, or over pairs of
+answers."""
 PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", *GENERATIVE)
 WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
@@ -25,7 +26,10 @@ SCALE = ("mean", "deviation")
 ACTIVATIONS = ("Sigmoid", "Tanh", "ReLU", "SiLU", "Softplus", "LogSigmoid")
 "Functions after the outputs of a cross-encoder, by their names in torch.nn."
 TEXTS = ("separator", "template", "label_separator", "prompt")
-OPTIONAL_FIELDS = (*SCALE, *TEXTS, "text_pair", "inputs", "dimensions", "activation", "options", "rows")
+OPTIONAL_FIELDS = (
+    *(*SCALE, *TEXTS),
+    *("text_pair", "inputs", "dimensions", "activation", "options", "rows", "preference"),
+)
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "The default string between the texts of several columns."
@@ -86,6 +90,8 @@ class TaskSpec:
     "A string that is put before the first text of a pair."
     options: Mapping[str, Any] = field(default_factory=dict)
     "The task's own options (`model.task_options`), all of them with their values."
+    preference: Mapping[str, Any] = field(default_factory=dict)
+    "Of a model that learned from pairs of answers: `train.preference`; of a model folder also their columns."
     rows: RowOptions = RowOptions()
     "How a language model's rows become tokens."
 
@@ -137,6 +143,7 @@ def label_name(label: Label) -> str:
 def spec_to_json(spec: TaskSpec) -> dict[str, Any]:
     """Return the content of task.json; optional fields only if they are set, as in earlier versions."""
     values = {**asdict(spec), "inputs": dict(spec.inputs), "options": dict(spec.options)}
+    values["preference"] = dict(spec.preference)
     own = {name: value for name, value in values["rows"].items() if value not in (None, False)}
     values["rows"] = {name: value for name, value in own.items() if name != "chat"}
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value not in (None, {})}
@@ -199,8 +206,12 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     options = value.get("options", {})
     if not isinstance(options, dict):
         raise DataError(f"{file}: options: expected the task's options by name, got {options!r}")
+    preference = value.get("preference", {})
+    if not isinstance(preference, dict):
+        raise DataError(f"{file}: preference: expected the settings of the loss by name, got {preference!r}")
+    found |= {"options": options, "preference": preference}
     rows = {"text_pair": pair, "rows": _row_options(file, value.get("rows", {}))}
-    return {**found, **rows, "inputs": inputs, "dimensions": dimensions, "options": options}
+    return {**found, **rows, "inputs": inputs, "dimensions": dimensions}
 
 
 def _row_options(file: Path, value: Any) -> RowOptions:

@@ -45,15 +45,16 @@ def divide(job: Job, classes: np.ndarray | None, hashes: Words) -> Division:
     """Divide the rows of a training table as `data.validation` and `data.deduplicate` say.
 
     `hashes` (N, C + 1) are those of the input columns and of the target, `classes` (N,) int64 those of a stratified
-    split. Rows with the same inputs stay on one side; `deduplicate` leaves out rows whose inputs and target an earlier
-    row has. Raises the errors of `hold_out`.
+    split. Rows with the same inputs, or pairs of answers to the same prompt, stay on one side; `deduplicate` leaves out
+    rows whose inputs and target an earlier row has. Raises the errors of `hold_out`.
     """
     kept, share = np.arange(len(hashes)), job.data.validation
     if job.data.deduplicate and (first := first_rows(combined(hashes))) is not None:
         kept = np.flatnonzero(first == kept)
     if not isinstance(share, Fraction | Fold):
         return kept, None
-    same = first_rows(combined(hashes[kept, :-1]))
+    inputs = hashes[kept, : 1 if job.task == "preference" and job.data.text else -1]
+    same = first_rows(combined(inputs))
     own = None if classes is None else classes[kept]
     training, held_out = order.hold_out(len(kept), share, job.train.seed, own, same)
     return kept[training], kept[held_out]

@@ -31,6 +31,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
+from torchlake.evaluation.preferences import measure_preferences, pairs_spec
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
@@ -113,6 +114,7 @@ def evaluate(
     task: Any = None,
     engine: Engine | str | None = None,
     runtime: Runtime | None = None,
+    reference: str | Path | None = None,
     **read: Unpack[ReadArguments],
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them), a frame or a stream.
@@ -122,7 +124,9 @@ def evaluate(
     `seed`, `limit`) and `csv`.
     A language model is measured on the texts only (`perplexity.py`), an embedding model on pairs of `text` and
     `text_pair`: by the correlation of their cosines with `label`, or without one by how well the second text is found
-    among those of all rows (`embeddings.py`).
+    among those of all rows (`embeddings.py`). A language model is measured on pairs of answers if it learned from them
+    or `inputs` names their columns, chosen and rejected (`preferences.py`), relative to the `reference` that it learned
+    with, or to another.
 
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
     missing column, and the errors of `predict`.
@@ -148,6 +152,10 @@ def evaluate(
                 score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
             )
         return _of_pairs(*found)
+    if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
+        return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=options))
+    if reference is not None:
+        raise UsageError("reference: only pairs of answers (inputs chosen and rejected) are measured relative to one.")
     spec = with_columns(spec, own, text=text, text_pair=text_pair, inputs=inputs)
     if spec.label is None:
         if label is not None:

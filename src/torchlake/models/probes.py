@@ -42,7 +42,7 @@ def features(task: Any, processor: Any, spec: TaskSpec) -> Features | None:
 def batches(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[Batch]:
     """Return each row of `made` as a separate batch, without padding."""
     ids = made.arrays.get(INPUT_IDS)
-    if isinstance(ids, Ragged) and task.packs:
+    if isinstance(ids, Ragged) and (task.packs or task.pairs):
         rows = (row[: spec.max_length].astype(np.int64)[None] for row in np.split(ids.values, ids.offsets[1:-1]))
         return [{INPUT_IDS: row, MASK: np.ones_like(row)} for row in rows]
     return [task.checked_batch(made.arrays, np.array([row]), processor, spec) for row in range(len(made))]

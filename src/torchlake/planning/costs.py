@@ -17,7 +17,7 @@ Not included: the optimizer's own time, kernel launches, validation, checkpoints
 import math
 from dataclasses import dataclass
 
-from torchlake.loss import CHUNK_BYTES
+from torchlake.loss import CHUNK_BYTES, SMALL_BYTES
 
 MIB = 2**20
 DEEPSPEED_BUCKET = 500_000_000
@@ -264,10 +264,11 @@ def head_bytes(shape: Shape, answers: int, setting: ComputeSettings) -> float:
     gradients of the hidden states and of the head's weight, the latter in fp32 beside the chunk's.
     """
     logits, size = answers * shape.outputs, 2 if setting.bf16 else 4
-    if not shape.output_per_token or 4 * logits <= CHUNK_BYTES:
+    if not shape.output_per_token or 4 * logits <= SMALL_BYTES:
         return float(logits * (10 if setting.bf16 else 8) + answers * 8 * shape.hidden)
     weight = shape.outputs * shape.hidden * (4 + size) if shape.output_trained else 0
-    return float(CHUNK_BYTES // 4 * (12 if setting.bf16 else 8) + weight + answers * (size + 8) * shape.hidden)
+    chunk = min(logits, CHUNK_BYTES // 4)
+    return float(chunk * (12 if setting.bf16 else 8) + weight + answers * (size + 8) * shape.hidden)
 
 
 def _kept_bytes(shape: Shape, length: int, setting: ComputeSettings) -> int:

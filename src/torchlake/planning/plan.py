@@ -284,7 +284,7 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
         seed=train.seed,
-        by_length=not plugins.load("tasks", job.model.task).couples(table.spec),
+        by_length=not plugins.load("tasks", job.task).couples(table.spec),
     )
 
 
@@ -295,7 +295,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
         "train.fsdp.tensor_parallel (counted as 1)": train.fsdp.tensor_parallel > 1,
         "train.precision=fp16, in which a language model's logits stay whole": train.precision == "fp16"
-        and plugins.load("tasks", job.model.task).packs,
+        and plugins.load("tasks", job.task).packs,
         "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
         "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
         "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,
@@ -369,7 +369,7 @@ def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | 
     strategy = plugins.load("strategies", sharding.plugin)
     if strategy.MAX_RANKS is not None and ranks > strategy.MAX_RANKS:
         return f"runs on {strategy.MAX_RANKS} process"
-    never: str | None = strategy.never.get(job.model.task)
+    never: str | None = strategy.never.get(job.task)
     if never is None and here:
         never = strategy.refusal(job.train)
     return never

@@ -81,7 +81,7 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
     unusable labels and for a table without a usable row.
     """
-    task, options = plugins.load("tasks", job.model.task), read_options_of(job, "train")
+    task, options = plugins.load("tasks", job.task), read_options_of(job, "train")
     drafted = with_table(draft_spec(job), job.data.train, options)
     table = open_table(job.data.train, columns=drafted.columns, options=options)
     check_training_columns(table.schema, task, drafted, table.source, base)
@@ -329,7 +329,7 @@ def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bo
     """Read the label column from the sample or, if that does not suffice, from the whole table as training does."""
     column, separator = job.data.label, job.data.label_separator
     find = partial(
-        plugins.load("tasks", job.model.task).find_labels,
+        plugins.load("tasks", job.task).find_labels,
         problem=job.data.problem,
         drop_bad=job.data.bad_rows == "drop",
     )

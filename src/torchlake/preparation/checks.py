@@ -33,7 +33,7 @@ def check_tables(job: Job, *, spread: Spread = in_process, trained: Path | None 
 
 def check_metric(job: Job) -> None:
     """Raise ConfigError for a `train.metric` that no validation of the task can have."""
-    task, wanted = plugins.load("tasks", job.model.task), job.train.metric
+    task, wanted = plugins.load("tasks", job.task), job.train.metric
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
         raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
     _check_language(job, task)

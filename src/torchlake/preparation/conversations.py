@@ -31,10 +31,11 @@ from torchlake.tasks._whole_rows import LEARNED, MERGED, SEQUENCES, TOO_LONG, TY
 def with_table(spec: TaskSpec, table: StoredTable, options: ReadOptions, spread: Spread = in_process) -> TaskSpec:
     """Return the task, completed by what a table holds. Raises TableError if it cannot be read."""
     task = plugins.load("tasks", spec.task)
-    if not task.packs:
+    if not (task.packs or task.pairs):
         return spec
     opened = open_table(table, options=options, spread=spread)
-    return task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    found: TaskSpec = task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    return found
 
 
 def row_options(data: DataConfig) -> RowOptions:
@@ -69,7 +70,7 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
     else:
         check_columns(schema, {"text": "text"}, spec, source)
     if isinstance(completion, str):
-        check_prompts(schema, completion, source, task, tokenizer, spec)
+        check_prompts(schema, completion, source, task, tokenizer, spec, name="completion")
     if completion is None and not chat and spec.problem == "next_answer_token":
         learn = "last" if spec.rows.last else "assistant"
         raise UsageError(
@@ -89,7 +90,7 @@ def packed_facts(prepared: Path, training: np.ndarray, spec: TaskSpec) -> dict[s
     """Return what the blocks of the rows `training` (N,), of those that can be trained on, are made of.
 
     `learned` tokens, `blocks`, and the share of them that is `filled`; rows that are `cut`, and rows of the table that
-    are `dropped`; rows in which an answer follows other tokens than `predict` feeds (`other_prompt`).
+    are `dropped`; rows in which an answer does not follow the tokens that `predict` feeds (`other_prompt`).
     """
     pieces, dropped = list[pa.Table](), 0
     for path in committed_files(prepared):
@@ -120,5 +121,5 @@ def packed_lines(packed: Mapping[str, Any]) -> list[str]:
     first = f"{packed['learned']:,} tokens to learn in {packed['blocks']:,} blocks, {packed['filled']:.1%} filled"
     lines = [f"{first}; {packed['cut']:,} rows cut, {packed['dropped']:,} dropped"]
     if other := packed["other_prompt"]:
-        lines.append(f"{other:,} rows have an answer after other tokens than predict feeds (a token reaches across)")
+        lines.append(f"{other:,} rows have an answer that does not follow the tokens that predict feeds")
     return lines

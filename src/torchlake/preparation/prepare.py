@@ -33,6 +33,7 @@ from torchlake.models import folders, load
 from torchlake.outputs.find import folder_output
 from torchlake.outputs.transaction import Transaction
 from torchlake.preparation.conversations import check_training_columns
+from torchlake.preparation.reference import Reference, make_reference
 from torchlake.preparation.row_checks import check_fields, row_checks, usable_rows
 from torchlake.preparation.summary import describe_truncation
 from torchlake.scoring.rows import beyond_embeddings, within
@@ -65,6 +66,8 @@ class PrepareSettings:
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     workspace: Workspace
+    reference: Reference | None = None
+    "The model whose log-probabilities of answers are stored; None: none are."
 
 
 def prepare(
@@ -77,6 +80,7 @@ def prepare(
     bad_rows: Literal["error", "drop"] = "error",
     overwrite: bool = False,
     options: ReadOptions | None = None,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """Tokenize the rows of `table` that `options` select (None: all) into the Parquet folder `output`.
 
@@ -93,7 +97,7 @@ def prepare(
     first rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
     `failed`; FingerprintError if `output` was made from another table or with other settings, unless `overwrite`.
     """
-    work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine)
+    work = _Preparing(spec=spec, tokenizer=tokenizer, bad_rows=bad_rows, engine=engine, reference=reference)
     own = OutputOptions(
         max_error_rate=1.0,  # `bad_rows` says what happens to rows with errors
         chunk_rows=work.task.chunk_rows,
@@ -111,6 +115,7 @@ class _Preparing:
     tokenizer: Path | None
     bad_rows: Literal["error", "drop"]
     engine: Engine
+    reference: Reference | None
     source: str = ""
     fitted: bool = False
     name: str = "prepare"
@@ -138,6 +143,7 @@ class _Preparing:
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
             "spec": atomic_io.digest(spec_to_json(self.spec)),
             "bad_rows": self.bad_rows,
+            **({} if self.reference is None else {"reference": self.reference.identity}),
             **({"json": True} if self.spec.rows.chat else {}),
         }
 
@@ -147,12 +153,14 @@ class _Preparing:
             spec=self.spec,
             bad_rows=self.bad_rows,
             workspace=workspace_of(out),
+            reference=self.reference,
         )
         return self.engine.run_chunks(
             plugins.carried(self.spec.task, partial(make_token_worker, settings)),
             items,
             name=f"prepare {out.title}",
             label=chunk_label,
+            **({} if self.reference is None else {"resources": self.reference.resources}),
         )
 
     def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
@@ -187,6 +195,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     processor = task.load_processor(folder, spec, scoring=False)
     reader = ChunkReader(spec.columns)
     schema, embeddings = token_schema(spec), None if folder is None else load.embeddings(folder)
+    score = None if settings.reference is None else make_reference(settings.reference, spec, processor)
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """Return the columns of some of the chunk's rows, except `row_id`."""
@@ -209,6 +218,8 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         made = pa.concat_tables(attempt.tokenizing(make)).combine_chunks()
         if settings.bad_rows == "error":
             _refuse_bad_rows(chunk, made["error"], accepted=TOO_LONG if spec.rows.too_long == "drop" else None)
+        if score is not None:
+            made = score(made, attempt)
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[WrittenChunk]:
@@ -224,7 +235,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
 
 
 def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray, *, accepted: str | None = None) -> None:
-    """Raise DataError if any row cannot be trained on, for another reason than `accepted`."""
+    """Raise DataError if any row cannot be trained on; `accepted` is a reason for which rows are left out."""
     found = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
     bad = [(row, reason) for row, reason in found if accepted is None or not reason.startswith(f"{accepted}:")]
     if bad:

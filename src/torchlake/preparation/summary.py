@@ -166,7 +166,7 @@ def _read(prepared: Path, spec: TaskSpec) -> tuple[np.ndarray, CheckedRows, Coun
     hashes = whole[HASHES].combine_chunks()
     checked = CheckedRows(
         columns=hashed_columns(task, spec),
-        hashes=np.asarray(hashes.flatten()).reshape(len(whole), -1),
+        hashes=np.asarray(hashes.flatten()).reshape(len(whole), hashes.type.list_size),
         **{name: np.asarray(whole[name]) for name in MARKS},
         targets=np.concatenate(targets) if targets else None,
         names=partial(_row_ids, prepared, np.cumsum([len(piece) for piece in pieces])),

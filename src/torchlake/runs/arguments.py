@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torchlake.config.sections.data import CsvConfig, DataConfig
+from torchlake.config.sections.data import CsvConfig, DataConfig, MessagesConfig
 from torchlake.config.sections.model import ModelConfig
+from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.config.sections.track import TrackConfig
 from torchlake.config.sections.train import TrainConfig, WritingConfig
@@ -29,6 +30,14 @@ class FoldSection(TypedDict):
     fold: int
 
 
+class MessagesSection(TypedDict, total=False):
+    """The names that the table gives to the parts of a conversation's messages."""
+
+    role: str
+    content: str
+    roles: Mapping[str, str]
+
+
 class CsvSection(TypedDict, total=False):
     """How CSV files are written."""
 
@@ -42,14 +51,21 @@ class DataSection(TypedDict, total=False):
 
     train: Input
     validation: Input | FractionSection | FoldSection | None
-    text: str | Sequence[str]
+    chosen: str | None
+    text: str | Sequence[str] | None
     separator: str | None
     template: str | None
     text_pair: str | Sequence[str] | None
     inputs: Mapping[str, str | Sequence[str]]
     label: str
     problem: Literal["single_label", "multi_label", "regression"] | None
-    learn: Literal["all", "assistant"]
+    completion: str | None
+    messages: MessagesConfig | MessagesSection | None
+    system: str | None
+    learn: Literal["all", "assistant", "last"] | None
+    pack: Literal["stream", "whole"] | None
+    too_long: Literal["cut_start", "cut_end", "drop", "error"] | None
+    rejected: str | None
     key: str | None
     csv: CsvConfig | CsvSection
     where: str | None
@@ -86,6 +102,16 @@ class ModelSection(TypedDict, total=False):
     lora: LoraOptions | LoraSection | None
     quantize: Literal["nf4", "int8"] | None
     freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
+
+
+class PreferenceSection(TypedDict, total=False):
+    """The loss of pairs of answers, `data.chosen` and `data.rejected`."""
+
+    loss: Literal["dpo", "ipo", "orpo"]
+    beta: float
+    label_smoothing: float
+    sft_weight: float
+    reference: str | None
 
 
 class DdpSection(TypedDict, total=False):
@@ -140,6 +166,7 @@ class TrainSection(TypedDict, total=False):
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
     focal_gamma: float
+    preference: PreferenceOptions | PreferenceSection | None
     neftune: float | None
     ema: float | None
     clip_norm: float | None

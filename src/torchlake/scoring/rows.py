@@ -214,18 +214,16 @@ def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:
     return {row - first: reason for row, reason in errors.items() if first <= row < stop}
 
 
-def check_text(schema: pa.Schema, text: str, where: str) -> None:
-    """Raise TableError if the table has no column `text`, or it does not hold strings."""
-    check_column(schema, "text", text, TEXT, where)
-
-
-def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, spec: TaskSpec) -> bool:
+def check_prompts(
+    schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, spec: TaskSpec, *, name: str = "text"
+) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `spec` says so.
 
-    Raises the TableError of `check_text`, and UsageError if the tokenizer's folder has no chat template.
+    `name` is that of the input. Raises the TableError of `check_column`, and UsageError if the tokenizer has no
+    chat template.
     """
     if not (text in schema.names and task.holds_chats(schema.field(text).type, spec)):
-        check_text(schema, text, where)
+        check_column(schema, name, text, TEXT, where)
         if not spec.rows.chat:
             return False
     if not folders.has_chat_template(tokenizer):

@@ -5,7 +5,7 @@
 
 The difference is the answer, up to the end token of the turn; a newline after it is not learned. If every prompt begins
 every longer text, the conversation is one text with several answers. Otherwise (Qwen 3 leaves out earlier reasoning)
-each answer has a text of its own, the one that `predict` would write. Marks in the template say what is learned of a
+each answer has its own text, the one that `predict` would write. Marks in the template say what is learned of a
 turn. The renderer (`_rendering.py`) finds the places, in characters, and the worker the tokens.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 Spans = Sequence[Sequence[int]]
-"Places in a text: (first character, one past the last)."
+"Places in text: (first character, one past the last)."
 Make = Callable[[Sequence[Mapping[str, Any]], bool], tuple[str, Spans]]
 "Renders messages, with the generation prompt or without, and returns the text and the marks of the template."
 ROWS_AT_ONCE = 1_000
@@ -27,7 +27,7 @@ SAMPLE = "SampleAnswer"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text, and what of it is learned."""
+    """Text, and what of it is learned."""
 
     text: str
     spans: Spans | None = None
@@ -52,7 +52,7 @@ def turn_end(make: Make, tokens: Sequence[str]) -> str | None:
 def answers_in(
     make: Make, messages: Sequence[Mapping[str, Any]], *, first: int, last: bool, end: str | None, marked: bool
 ) -> list[Rendered]:
-    """Return the text of a conversation with its answers, or a text for each answer; `last`: of the last one only.
+    """Return the text of a conversation with its answers, or one text for each answer; `last`: of the last one only.
 
     Turns before message `first` are not answers. `end` is from `turn_end`; `marked`: the template has marks. Raises
     ValueError if there is no answer, and what the template raises.
@@ -97,7 +97,7 @@ def _special(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder:
+class AnswerEncoder:
     """Encodes texts with one tokenizer."""
 
     tokenizer: Any
@@ -107,7 +107,7 @@ class Encoder:
     "The tokens of ends of prompts."
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "Encoder":
+    def of(cls, tokenizer: Any) -> "AnswerEncoder":
         """Return the encoder of a tokenizer."""
         return cls(tokenizer=tokenizer, added=frozenset(tokenizer.added_tokens_decoder), known={})
 
@@ -135,6 +135,9 @@ class Encoder:
             first = encoding.char_to_token(start) if stop > start else None
             if first is not None:  # None: the text ends before the span
                 last = encoding.char_to_token(stop - 1)
+                # A character of several bytes may be several tokens, of which that is the first.
+                while last is not None and last + 1 < len(ids) and _begins_before(encoding, last + 1, stop):
+                    last += 1
                 learned[first : len(ids) if last is None else last + 1] = True
         return np.where(learned, ids, ~ids), self._merged(encoding, made, ids, whole)
 
@@ -162,3 +165,9 @@ class Encoder:
         if piece not in self.known:
             self.known[piece] = self.tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids
         return bool(self.known[piece] == ids[begin:first].tolist())
+
+
+def _begins_before(encoding: Any, token: int, stop: int) -> bool:
+    """Return whether a token is of a character before `stop`; special tokens that were added are of none."""
+    characters = encoding.token_to_chars(token)
+    return characters is not None and characters[0] < stop and characters[1] > characters[0]

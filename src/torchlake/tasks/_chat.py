@@ -12,6 +12,7 @@ exceeds a limit becomes an error row, `chat_limit: ...`.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,19 +60,13 @@ def is_chat(kind: pa.DataType, names: Names | None = None) -> bool:
 
 
 def looks_like_chats(values: Iterable[Any], names: Names | None = None) -> bool:
-    """Return whether texts are conversations as JSON: the first ones, nulls and blanks left out, and at least one."""
-    found = 0
-    for value in values:
-        if not isinstance(value, str) or not value.strip():
-            continue
-        try:
-            read_messages(value, names)
-        except (ValueError, RecursionError):
-            return False
-        found += 1
-        if found == MOST_LOOKED_AT:
-            break
-    return found > 0
+    """Return whether half of the first texts, nulls and blanks left out, or more are conversations as JSON."""
+    texts = [value for value in values if isinstance(value, str) and value.strip()][:MOST_LOOKED_AT]
+    good = 0
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            good += bool(read_messages(text, names))
+    return 2 * good >= max(1, len(texts))
 
 
 def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]]:
@@ -81,10 +76,10 @@ def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]
     become `role` and `content`. Raises ValueError for what is not a conversation of texts.
     """
     written = isinstance(value, str)
-    messages = json.loads(value) if written else without_fillers(value)
+    messages = json.loads(value) if written else value
     if not isinstance(messages, list) or not messages:
         raise ValueError("it is not a list of messages, or it is empty")
-    return [_message(number, each, names) for number, each in enumerate(messages, start=1)]
+    return [_message(number, each, names, written) for number, each in enumerate(messages, start=1)]
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -111,28 +106,30 @@ def without_fillers(value: Any) -> Any:
     return value
 
 
-def _message(number: int, message: Any, names: Names | None) -> dict[str, Any]:
-    """Return message `number` with its role and content as strings."""
+def _message(number: int, message: Any, names: Names | None, written: bool) -> dict[str, Any]:
+    """Return message `number` with its role and content as strings; `written`: its nulls are those of JSON text."""
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is not an object with role and content")
     if names is None:
         names = SHAREGPT if SHAREGPT.role in message and OPENAI.role not in message else OPENAI
-    role = message.get(names.role)
+    role, content = message.get(names.role), message.get(names.content)
     if not isinstance(role, str):
         raise ValueError(f"message {number} has no text in {names.role!r}")
-    others = {
-        name: each for name, each in message.items() if each is not None and name not in (names.role, names.content)
-    }
+    role = names.roles.get(role, role)
+    if isinstance(content, str) and len(message) == 2:
+        return {"role": role, "content": content}
+    others = {name: each for name, each in message.items() if each is not None}
+    others = {name: others[name] for name in others if name not in (names.role, names.content)}
+    others = others if written else without_fillers(others)
     if not others.get("tool_calls", True):
         del others["tool_calls"]  # an empty list: none
-    content = message.get(names.content)
     if content is None and any(name in others for name in INSTEAD):
         content = ""
     if isinstance(content, list):
         content = "".join(_part(number, each) for each in content)
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no text in {names.content!r}")
-    return {"role": names.roles.get(role, role), "content": content, **others}
+    return {"role": role, "content": content, **others}
 
 
 def _part(number: int, part: Any) -> str:

@@ -1,6 +1,7 @@
 """Cross entropy of a language model without the logits of a whole micro-batch.
 
-    hidden states (T, H) -> chunks of tokens: logits -> loss -> gradients of the hidden states and of the head's weight
+    hidden states (T, H) at the targets' places -> chunks of them: logits -> loss -> gradients of the hidden states and
+                                                                       of the head's weight
 
 16,384 tokens and 128,000 words have logits of 4 GiB in bf16; the loss adds fp32 copies and gradients, 27 GiB in all. In
 chunks only the largest chunk counts. The gradients are computed in the forward pass, as Liger's kernel does (Hsu et al.
@@ -20,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from torchlake.loss import CHUNK_BYTES
+from torchlake.loss import CHUNK_BYTES, SMALL_BYTES
 from torchlake.models.probes import evaluating
 
-NO_TARGET = -100
 AGREEMENT = 1e-5
 "The relative tolerance for the logits of a row in fp32, and for its loss."
 
@@ -47,6 +48,7 @@ class _Call:
     """One forward pass: the targets that the head gets, and the loss that it returns."""
 
     targets: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     loss: torch.Tensor | None = None
 
 
@@ -83,7 +85,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss += summed
                 if hidden_grad is not None:
                     hidden_grad[first : first + size] = grad @ cast
-                if weight_grad is not None:
+                if weight_grad is not None and weight_grad.dtype == dtype:
+                    weight_grad.addmm_(grad.T, part)
+                elif weight_grad is not None:
                     weight_grad += grad.T @ part
                 if bias_grad is not None:
                     bias_grad += grad.sum(0, dtype=torch.float32)
@@ -108,12 +112,9 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, after: AfterHead) -> tup
     """Return the summed loss (), fp32, of logits (T, V) before `after`, and its gradient (T, V) in their dtype."""
     final = after.apply(logits.float())
     logs = functional.log_softmax(final, dim=-1)
-    learned = targets != NO_TARGET
-    places = torch.where(learned, targets, 0)[:, None]
-    loss = -(logs.gather(1, places)[:, 0] * learned).sum()
+    loss = -logs.gather(1, targets[:, None]).sum()
     grad = logs.exp_()
-    grad.scatter_add_(1, places, grad.new_full(places.shape, -1.0))
-    grad *= learned[:, None]
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
     if after.cap is not None:
         grad *= 1 - (final / after.cap) ** 2
     if after.factor != 1:
@@ -129,7 +130,7 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
     way that is not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
     """
     head = _head(model)
-    if head is None or tokens * head.out_features * 4 <= CHUNK_BYTES:
+    if head is None or tokens * head.out_features * 4 <= min(SMALL_BYTES, CHUNK_BYTES):
         return None
     with torch.no_grad(), evaluating(model):
         found = _find_after_head(model, head, row, forward)
@@ -138,22 +139,25 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
         after, logits = found
         before = model.forward, head.forward
         _replace(model, head, after, _terms)
-        targets = torch.cat([row[:, 1:], torch.full_like(row[:, :1], NO_TARGET)], dim=1)
-        expected = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum")
-        same = torch.isclose(model(input_ids=row, targets=targets, **forward), expected, rtol=AGREEMENT, atol=0)
+        targets, places = row[0, 1:], torch.arange(row.shape[1] - 1)
+        expected = functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum")
+        found_loss = model(input_ids=row, targets=targets, places=places, **forward)
+        same = torch.isclose(found_loss, expected, rtol=AGREEMENT, atol=0)
         model.forward, head.forward = before  # type: ignore[method-assign]
         return after if same else None
 
 
-def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:
+def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False, each: bool = False) -> None:
     """Let `model` return its loss if its forward pass gets `targets`; `after` is what `find` returned.
 
-    With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
-    fp32; without, it works as before. `compiled`: compile the pointwise part. The model may be on the meta device.
+    With `targets` (n,) int64 and `places` (n,), numbers of positions in the flattened batch, `model(...)` returns the
+    loss () summed over the targets in fp32, or with `each` the log-probability (n,) of each; it computes logits only at
+    those places. Without targets it works as before. `compiled`: compile the pointwise part of the summed loss. The
+    model may be on the meta device.
     """
     head = _head(model)
     assert head is not None, "find() returned the computation after its head"
-    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms)
+    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms, each=each)
 
 
 def _head(model: nn.Module) -> nn.Linear | None:
@@ -188,30 +192,55 @@ def _find_after_head(
     return None
 
 
-def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any]) -> None:
+def _log_probabilities(states: torch.Tensor, targets: torch.Tensor, head: nn.Linear, after: AfterHead) -> torch.Tensor:
+    """Return the log-probabilities (n,) of targets (n,) after states (n, H), in fp32.
+
+    Above CHUNK_BYTES of logits, each chunk's are computed again in the backward pass instead of kept.
+    """
+
+    def some(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(part, head.weight, head.bias)
+        with torch.autocast(part.device.type, enabled=False):
+            return -functional.cross_entropy(after.apply(logits.float()), wanted, reduction="none")
+
+    size = max(1, CHUNK_BYTES // (4 * head.out_features))
+    if len(states) <= size:
+        return some(states, targets)
+    pieces = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(some, part, wanted, use_reentrant=False) for part, wanted in pieces])
+
+
+def _replace(
+    model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any], *, each: bool = False
+) -> None:
     """Set the `forward` of the model and of its head; hooks and the names of tensors do not change."""
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
 
     @wraps(model_forward)  # `generate` looks at its arguments
-    def forward(*args: Any, targets: torch.Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        *args: Any, targets: torch.Tensor | None = None, places: torch.Tensor | None = None, **options: Any
+    ) -> Any:
         if targets is None:
             return model_forward(*args, **options)
-        call.targets = targets
+        call.targets, call.places = targets, places
         try:
             logits = model_forward(*args, **options).logits
             assert call.loss is not None, "the model did not call its head"
             # Times zero: it keeps the head's output in the graph, where strategies hook the backward pass.
             return call.loss + logits.sum() * 0
         finally:
-            call.targets = call.loss = None
+            call.targets = call.places = call.loss = None
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-        if call.targets is None:
+        if call.targets is None or call.places is None:
             return head_forward(hidden)
-        states, targets, learning = hidden.flatten(0, 1), call.targets.flatten(), torch.is_grad_enabled()
+        states = hidden.flatten(0, 1).index_select(0, call.places)
+        if each:
+            call.loss = _log_probabilities(states, call.targets, head, after)
+            return call.loss.sum().expand(1, 1, 1)
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            states, head.weight, head.bias, targets, after, terms, learning
+            states, head.weight, head.bias, call.targets, after, terms, torch.is_grad_enabled()
         )
         call.loss = loss
         return loss.expand(1, 1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
 from torchlake.tasks._chat import Names, read_messages
 from torchlake.tasks._rendering import Request, render
 
@@ -60,11 +60,25 @@ def all_completion_ids(
             found[row] = ValueError("the template changes an answer of the completion after it; keep one answer in it")
         else:
             chats[row] = made[0]
-    encoder = Encoder.of(tokenizer)
+    encoder = AnswerEncoder.of(tokenizer)
     for some, turn in ((texts, False), (chats, True)):
         for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):
             found[row] = ended(ids, encoder, turn=turn).tolist()
     return found
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends an assistant's turn; None: it has no template, or no token."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAMPLE}]
+    [made] = render(tokenizer, [Request(messages=messages)])
+    if isinstance(made, ValueError):
+        return None
+    encoder = AnswerEncoder.of(tokenizer)
+    [(ids, _)] = encoder.encode(made[-1:], whole=True)
+    last = int(ids[ids >= 0][-1])
+    return last if last in encoder.added else None
 
 
 def joined(prompt: str, completion: str) -> Rendered:
@@ -88,7 +102,7 @@ def request_of(
     return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
 
 
-def ended(ids: np.ndarray, encoder: Encoder, *, turn: bool) -> np.ndarray:
+def ended(ids: np.ndarray, encoder: AnswerEncoder, *, turn: bool) -> np.ndarray:
     """Return tokens (T,) up to the last learned one, and the tokenizer's end token unless they end with it.
 
     `turn`: any token that was added to the tokenizer ends an assistant's turn.

@@ -77,6 +77,8 @@ class BaseTask:
     "Whether torchlake can train its models; False: it can only score them."
     packs: bool = False
     "Whether training concatenates rows into blocks of tokens, as for a causal language model."
+    pairs: bool = False
+    "Whether a row is two answers, whose tokens training puts into lines (`data/pairs.py`)."
     generates: bool = False
     "Whether `predict` writes text, with the options of generation."
     couples_rows: bool = False

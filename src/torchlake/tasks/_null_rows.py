@@ -70,7 +70,9 @@ def join_texts(
         made = pc.binary_join_element_wise(*pieces, _scalar(""))
     else:
         separator = SEPARATOR if spec is None or spec.separator is None else spec.separator
-        known = [pc.if_else(pa.array(~empty), each, _scalar(None)) for each, empty in zip(values, blank, strict=True)]
+        left_out = blank.copy()
+        left_out[0] &= ~blank.all(axis=0)  # Arrow's result lacks a row of which everything is skipped
+        known = [pc.if_else(pa.array(~out), each, _scalar(None)) for each, out in zip(values, left_out, strict=True)]
         made = pc.binary_join_element_wise(*known, _scalar(separator), null_handling="skip")
     return pc.if_else(pa.array(blank.all(axis=0)), _scalar(None), made)
 

@@ -53,13 +53,13 @@ class RenderLimitExceeded(ValueError):
 class Request:
     """A conversation, and what to render of it."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the template."
     want: Literal["prompt", "whole", "answers", "last"] = "answers"
     """`prompt`: the text before the next answer. `whole`: all messages. `answers`: the same with the places of the
-    assistant's turns, or a text for each (see `answers_in`). `last`: the text up to the last answer, with its place."""
+    assistant's turns, or one text for each; see `answers_in`. `last`: the text up to the last answer, and its place."""
     first: int = 0
     "Turns before this message are not answers."
 
@@ -221,8 +221,9 @@ class _Template:
             given = {"messages": some, "tools": request.tools, "documents": None, "add_generation_prompt": prompt}
             values = {**given, **self.special, **request.options}
             if prompt or not self.marked:
-                return compiled.render(**values), []
-            return self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
+                return str(compiled.render(**values)), []
+            found: tuple[str, Spans] = self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
+            return found
 
         if request.want in ("prompt", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]

@@ -18,18 +18,18 @@ import pyarrow as pa
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import Features, text_features
-from torchlake.tasks._answer_spans import Encoder, Rendered
+from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
 from torchlake.tasks._chat import Names, is_chat, read_chats, read_messages, read_tools, row_error, with_system
 from torchlake.tasks._completions import ended, joined, request_of
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._rendering import Request, render
 
 SEQUENCES, LEARNED, MERGED = "sequences", "learned", "merged"
-"Beside the tokens of a row: the lengths of its sequences, its targets, its answers after other tokens than predict's."
+"Beside a row's tokens: the lengths of its sequences, its targets, its answers after what predict would not feed."
 TYPES = {SEQUENCES: pa.list_(pa.int32()), LEARNED: pa.int32(), MERGED: pa.int32()}
 NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
 MOST_TURNS = 64
-"A conversation with more answers is measured before they are found, which takes a text for each."
+"A conversation with more answers is measured before they are found, which takes two renderings for each."
 SYSTEM = ("system", "developer")
 
 
@@ -42,7 +42,7 @@ class _Sequence:
     "(T,) int32, ~id for a token that is not learned."
     merged: int = 0
     request: Request | None = None
-    "What it was rendered from; None: it is a text."
+    "What it was rendered from; None: it is not a conversation."
     cut: int = 0
 
 
@@ -50,7 +50,7 @@ class _Sequence:
 class _Making:
     """Rows of a table on their way to sequences."""
 
-    encoder: Encoder
+    encoder: AnswerEncoder
     length: int
     "Tokens of a block."
     too_long: str | None
@@ -210,7 +210,7 @@ class _Search:
 
 def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, length: int, learn: str) -> Features:
     """Return rows as sequences of at most `length` tokens; `learn` is `all`, `answers` or `last`."""
-    making = _Making(encoder=Encoder.of(tokenizer), length=length, too_long=options.too_long)
+    making = _Making(encoder=AnswerEncoder.of(tokenizer), length=length, too_long=options.too_long)
     texts, requests = _rows_of(inputs, options, making.errors, learn)
     measured = {row: each for row, each in requests.items() if _turns(each) > MOST_TURNS and learn == "answers"}
     making.texts(texts)
@@ -249,16 +249,16 @@ def _rows_of(
             texts[row] = Rendered(value)
         elif isinstance(answers[row], str) and not answers[row].strip():
             continue
-        elif chat or not isinstance(answers[row], str) or is_chat(completion.type, names):
+        elif chat or not isinstance(answers[row], str):
             try:
                 asked, answer = (
                     read_messages(each, names) if options.chat and str(each).lstrip()[:1] == "[" else each
                     for each in (value, answers[row])
                 )
                 made = request_of(asked, answer, None if called is None else read_tools(called[row]), names=names)
-                system = with_system([*made.messages], options.system)
-                more = len(system) - len(made.messages)
-                requests[row] = replace(made, messages=system, first=made.first + more)
+                messages = with_system([*made.messages], options.system)
+                first = made.first + len(messages) - len(made.messages)
+                requests[row] = replace(made, messages=messages, first=first, want=want)
             except (ValueError, RecursionError) as error:
                 errors[row] = row_error(error)
         else:

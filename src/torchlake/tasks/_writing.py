@@ -12,6 +12,7 @@ from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
 from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
+from torchlake.tasks._completions import turn_end
 
 if TYPE_CHECKING:
     import torch
@@ -33,15 +34,17 @@ class WritingTask(BaseTask):
         """Write a model folder, with the settings of the base's generation_config.json; its texts end as in training,
         too."""
         base = Path(processor.name_or_path)
-        own, ends = settings_of(base), self.end_tokens(base, processor)
+        own, ends = settings_of(base), self.end_tokens(base, processor, spec)
         own["eos_token_id"] = ends if len(ends) > 1 else processor.eos_token_id
         about = write.About(auto_class=self.auto_class, hub_task=self.hub_task, generation=own)
         write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
 
-    def end_tokens(self, base: Path, tokenizer: Any) -> list[int]:
-        """Return the tokens that end the texts of a model that is trained from `base`."""
+    def end_tokens(self, base: Path, tokenizer: Any, spec: TaskSpec) -> list[int]:
+        """Return the tokens that end the texts of a model that is trained from `base`, and a turn of its template."""
         named = settings_of(base).get("eos_token_id", [])
-        return sorted({*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id})
+        turn = turn_end(tokenizer) if spec.whole else None
+        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, turn}
+        return sorted(ends - {None})
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED

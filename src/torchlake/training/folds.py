@@ -155,7 +155,7 @@ def _result(job: Job, folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     metric: str = atomic_io.read_json(runs[0].path / run_folder.RESULT)["metric"]
     names = [name for name in runs[0].metrics if all(name in one.metrics for one in runs)]
     values = {name: [one.metrics[name] for one in runs] for name in names}
-    sign = -1 if lower_is_better(metric, plugins.load("tasks", job.model.task).directions) else 1
+    sign = -1 if lower_is_better(metric, plugins.load("tasks", job.task).directions) else 1
     ranked = [sign * one.metrics.get(metric, -sign * float("inf")) for one in runs]
     return {
         "metric": metric,

@@ -29,6 +29,7 @@ from torchlake.preparation.checks import check_metric, check_tables, check_writi
 from torchlake.preparation.findings import Finding
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
+from torchlake.preparation.reference import find_reference
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
@@ -156,7 +157,7 @@ def _check_libraries(job: Job) -> None:
     """Raise MissingExtra for a library that the job needs and that is not installed."""
     tracking.check(job.track)
     optimizers.check_installed(job.train)
-    lora.check_lora(job, plugins.load("tasks", job.model.task))
+    lora.check_lora(job, plugins.load("tasks", job.task))
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
@@ -230,7 +231,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 
 def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
     """Tokenize the training table and the validation table, if any; return the folders of token Parquet."""
-    folders = []
+    folders, reference = [], find_reference(job, base, spec)
     for name, table in run_folder.stored_tables(job).items():
         options = run_folder.read_options_of(job, name)
         output = folder / "prepared" / name
@@ -249,6 +250,7 @@ def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder
                 bad_rows=job.data.bad_rows,
                 overwrite=not trained,
                 options=options,
+                reference=reference,
             )
         except FingerprintError as error:
             lines = str(error).splitlines()

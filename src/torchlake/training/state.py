@@ -20,7 +20,7 @@ from torch import nn
 
 from torchlake import atomic_io
 from torchlake.checkpoints.shards import Pieces
-from torchlake.data import batching, bins, packing
+from torchlake.data import batching, bins, packing, pairs
 from torchlake.data.features import take
 from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
@@ -29,6 +29,7 @@ from torchlake.models.load import TaskSpec
 from torchlake.optim.noise import EmbeddingNoise, Text, texts_of
 from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
+from torchlake.tasks import NO_TARGET
 from torchlake.training.model import kernels
 from torchlake.training.rows import Rows
 
@@ -122,6 +123,9 @@ class TrainState:
         the loss in chunks returns the loss also in place of the outputs.
         """
         answer, targets, batch = self._answer(rows, positions)
+        if self.task.pairs and len(positions):
+            outputs = self.task.sums(answer, batch, len(positions))
+            return outputs, self.loss_of(outputs, targets), batch
         if self.chunked and isinstance(answer, torch.Tensor):
             return answer, answer, batch
         outputs = self.task.checked_outputs(answer, len(next(iter(batch.values()))))
@@ -212,6 +216,8 @@ class TrainState:
             return self.filler, None, False
         if self.task.packs:
             return self._packed_batch(rows, numbers)
+        if self.task.pairs:
+            return self._paired_batch(rows, numbers)
         table = rows.table
         batch = self.task.checked_batch(table.arrays, numbers, self.processor, self.spec, seed=rows.seed)
         labels = table.targets
@@ -236,7 +242,31 @@ class TrainState:
                 options["position_ids"] = options["position_ids"].reshape(1, -1)
         targets = self.task.targets(ids, mask)
         batch = {"input_ids": packing.input_ids_of(ids), MASK: seen, **options}
-        return ({**batch, "targets": targets} if self.chunked else batch), targets, bool(options)
+        if self.chunked:  # found here, where it does not make the host wait for the device
+            places = np.flatnonzero(targets != NO_TARGET)
+            batch |= {"places": places, "targets": targets.ravel()[places]}
+        return batch, targets, bool(options)
+
+    def _paired_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
+        arrays, with_prompts = rows.table.arrays, self.spec.preference["loss"] == "orpo"
+        made = pairs.pair_batch(self._lines(rows, numbers), self.processor.pad_token_id, with_prompts=with_prompts)
+        batch = {"input_ids": made.ids, MASK: made.mask}
+        if self.isolates:
+            batch |= {"position_ids": made.positions, MASK: np.ones_like(made.mask)}
+            batch = {name: array.reshape(1, -1) for name, array in batch.items()} if self.one_line else batch
+        targets: np.ndarray = self.task.pair_targets(arrays, rows.numbers, numbers, self.spec)
+        layout = (made.places, made.targets, made.slots, made.columns, targets)
+        batch |= dict(zip(self.task.kept_back, layout, strict=True))
+        batch |= {"places": made.places, "targets": made.targets} if self.chunked else {}
+        return batch, targets, self.isolates
+
+    def _lines(self, rows: Rows, numbers: np.ndarray) -> bins.Bins:
+        """Return the lines of the pairs `numbers` (B,)."""
+        arrays = rows.table.arrays
+        some = take(arrays["input_ids"], numbers)
+        assert isinstance(some, batching.Ragged), "answers have tokens"
+        answers = pairs.answers_of(some, np.asarray(arrays["split"])[numbers])
+        return pairs.lines_of(answers, self.spec.max_length, isolates=self.isolates)
 
     def num_targets(self, rows: Rows) -> float:
         """Return the divisor of the loss summed over the rows of all ranks: their targets, or the sum of their
@@ -320,6 +350,9 @@ class TrainState:
         gain little from large products, so there it is cut further to save padding.
         """
         lengths = rows.lengths
+        if self.task.pairs and not self.isolates:  # each answer has a line of its own, as long as the longest
+            split = np.asarray(rows.table.others["split"])[rows.numbers]
+            lengths = 2 * np.maximum(split, lengths - split)
         shares = batching.micro_batches(
             lengths,
             world_size=self.group.data_ranks,
@@ -327,7 +360,11 @@ class TrainState:
             equal_lengths=self.equal_lengths,
             save_padding=self.group.device.type == "cpu" and self.task.couples(self.spec),
         )
-        padded = sum(batching.padded_tokens(lengths, share) for share in shares)
+        if self.task.pairs:
+            every = (positions for share in shares for positions in share if len(positions))
+            padded = sum(pairs.padded_tokens(self._lines(rows, rows.numbers[positions])) for positions in every)
+        else:
+            padded = sum(batching.padded_tokens(lengths, share) for share in shares)
         return shares[self.group.data_rank], padded
 
 

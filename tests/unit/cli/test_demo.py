@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchlake.cli import commands
-from torchlake.cli.demo import MAX_WORDS, MIN_WORDS, write_reviews
+from torchlake.cli.demo import LINES, MAX_WORDS, MIN_WORDS, write_questions, write_reviews
 from torchlake.cli.main import main
 
 
@@ -71,6 +71,38 @@ def test_counting_words_does_badly(tables: tuple[pa.Table, pa.Table]) -> None:
     model = LogisticRegression(max_iter=2000).fit(counts, train["label"].to_pylist())
     accuracy = model.score(vectors.transform(test["text"].to_pylist()), test["label"].to_pylist())
     assert 0.5 < accuracy < 0.75
+
+
+def test_answers_to_questions_are_computed(tmp_path: Path) -> None:
+    written = [write_questions(tmp_path / name, 400) for name in ("one", "two")]
+    assert [path.read_bytes() for path in written[0].values()] == [path.read_bytes() for path in written[1].values()]
+    train, test, pairs = (pq.read_table(written[0][name]).to_pylist() for name in ("train", "test", "pairs"))
+    assert (len(train), len(test), len(pairs)) == (400, 40, 100)
+    said = {speech: speaker for speaker, speech in LINES}
+    asked = {json.loads(row["messages"])[0]["content"] for row in train}
+    for row in [*test, *pairs]:
+        question = json.loads(row["messages"])[0]["content"]
+        kind, _, part = question.partition(": ")
+        if kind == "Who says":
+            assert any(speaker == row["answer"] and part[:-1] in speech for speech, speaker in said.items())
+        elif kind == "Continue":
+            assert any(f"{part} {row['answer']}" in speech for speech in said)
+        elif kind == "How many words":
+            assert row["answer"] == str(len(part.split()))
+        else:
+            assert json.loads(row["answer"].partition(" ")[2])["speaker"] in question
+            assert row["tools"] is not None
+    assert not asked & {json.loads(row["messages"])[0]["content"] for row in test if "Find what" not in row["messages"]}
+    assert all(row["right"] != row["wrong"] for row in pairs)
+
+
+@pytest.mark.slow  # two trainings
+@pytest.mark.timeout(900)
+def test_the_demo_of_answers_counts_exact_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--task", "chat", "--rows", "40", "--folder", str(tmp_path / "demo"), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert list(found["exact_match"]) == ["untrained", "after the answers", "after the preferences"]
+    assert found["rows"] == 4
 
 
 @pytest.mark.slow  # two trainings

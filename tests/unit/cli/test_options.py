@@ -68,7 +68,7 @@ OPTIONS = {
     | COLUMNS
     | ROWS
     | TABLES,
-    "evaluate": frozenset({"--label", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    "evaluate": frozenset({"--label", "--reference", "--runtime", "--engine", "--processes", "--set", "--seed"})
     | COLUMNS
     | ROWS
     | TABLES,
@@ -126,7 +126,7 @@ OPTIONS = {
     "export": frozenset({"--format", "--pooling"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
-    "demo": frozenset({"--folder", "--rows"}),
+    "demo": frozenset({"--folder", "--rows", "--task"}),
     "version": frozenset(set()),
 }
 ARGUMENTS = {

@@ -105,7 +105,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         ("train.validate_every=10min", '"200steps"'),
         ("train.collective_timeout=-3", '"10min"'),
         ("data.text=1", "quotes"),
-        ("data.text=", "expected a string"),
+        ("data.text=", "is null; only pairs of answers"),
         ("data.label=text", "must differ"),
         ("data.bad_rows=ignore", "'error' or 'drop'"),
         ("data.validation={share: 0.1}", "known are fraction"),

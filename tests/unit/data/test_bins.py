@@ -91,6 +91,6 @@ def test_a_row_that_is_too_long_is_read_to_the_length_of_a_block() -> None:
     assert sorted(blocks.lengths_of(np.arange(2)).tolist()) == [3, LENGTH]
 
 
-def test_no_conversation_is_nothing_to_learn_from() -> None:
-    with pytest.raises(DataError, match="no conversation"):
+def test_without_rows_there_is_nothing_to_learn_from() -> None:
+    with pytest.raises(DataError, match="no rows to train on"):
         pack_whole(table([1]), np.array([], dtype=np.int64), LENGTH)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +20,11 @@ from transformers import AutoTokenizer
 import tiny
 import torchlake as tl
 from sweeps import sweep
+from torchlake.config.task_spec import RowOptions
+from torchlake.data.batching import Ragged
 from torchlake.engines.local import Local
 from torchlake.tasks import _chat, _rendering
+from torchlake.tasks._whole_rows import whole_rows
 
 CHAT = [{"role": "user", "content": "good ?"}, {"role": "assistant", "content": "yes , all"}]
 LONG = "range(99999)"
@@ -99,14 +103,15 @@ def test_texts_are_those_of_transformers(template: str) -> None:
 def test_what_the_assistant_says_is_what_transformers_marks() -> None:
     made = tokenizer(MARKING)
     chats = [CHAT, CHAT * 3, [*CHAT, {"role": "user", "content": "a film"}]]
-    rows, errors = _chat.tokenize_chats(made, column(*chats))
-    assert errors == {}
-    for row, chat in zip(rows, chats, strict=True):
-        assert row is not None
+    rows = whole_rows(made, {"text": column(*chats)}, RowOptions(), 4096, "answers")
+    assert rows.errors == {}
+    ids = rows.arrays["input_ids"]
+    assert isinstance(ids, Ragged)
+    for row, chat in zip((each.tolist() for each in np.split(ids.values, ids.offsets[1:-1])), chats, strict=True):
         theirs = made.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        ids = [token if marked else ~token for token, marked in zip(*_columns(theirs), strict=True)]
-        assert row[: len(ids)] == ids
-        assert [token if token >= 0 else ~token for token in row[len(ids) :]] == [made.eos_token_id]
+        whole = [token if marked else ~token for token, marked in zip(*_columns(theirs), strict=True)]
+        assert row[: len(whole)] == whole
+        assert [token if token >= 0 else ~token for token in row[len(whole) :]] == [made.eos_token_id]
 
 
 def _columns(tokens: Any) -> tuple[list[int], list[int]]:
@@ -154,8 +159,8 @@ def test_a_renderer_ends_with_its_worker(template: str) -> None:
         "import json, os, sys\n"
         "sys.path[:0] = sys.argv[2:]\n"
         "from torchlake.tasks import _rendering\n"
-        "process = _rendering._running(json.dumps([sys.argv[1], {}])).process\n"
-        "request = {'messages': [{'role': 'user', 'content': 'x'}], 'add_generation_prompt': True, 'spans': False}\n"
+        "process = _rendering._running(json.dumps([sys.argv[1], {}, []])).process\n"
+        "request = {'messages': [{'role': 'user', 'content': 'x'}], 'want': 'prompt'}\n"
         "process.stdin.write(json.dumps(request).encode() + b'\\n')\n"
         "process.stdin.flush()\n"
         "print(process.pid, flush=True)\n"

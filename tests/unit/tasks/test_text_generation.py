@@ -252,6 +252,7 @@ def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kin
     pq.write_table(conversations(20), tables["train"])
     pq.write_table(conversations(9), tables["validation"])
     sections["data"] = {**{name: str(path) for name, path in tables.items()}, "learn": "assistant"}
+    sections["data"]["too_long"] = "cut_end"
     one = runs.succeed(tmp_path / "one", sections)
     two = runs.succeed(tmp_path / "two", sections, ranks=2)
     model = tmp_path / "one" / "model"
@@ -278,9 +279,7 @@ def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kin
     assert load.load_spec(model).problem == "next_answer_token"
 
 
-def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
-    tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path
-) -> None:
+def test_the_assistants_turns_have_to_be_there(tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path) -> None:
     sections = job(tmp_path, tiny_gpt2)
     learned = {**sections["data"], "learn": "assistant"}
     with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds text"):
@@ -288,10 +287,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
     chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
     pq.write_table(pa.Table.from_pylist([{**chat, "kind": "chat"} for chat in chats]), tmp_path / "chats.parquet")
     learned["train"] = str(tmp_path / "chats.parquet")
-    with pytest.raises(UsageError, match=r"does not mark the assistant's turns with {% generation %}"):
-        tl.train(run=tmp_path / "b", engine=tiny.Here(), **{**sections, "data": learned})
-    sections["model"]["base"] = str(marking(tiny_gpt2, tmp_path / "base"))
-    with pytest.raises(DataError, match="row 3: bad_chat: it has no assistant's turn to learn from"):
+    with pytest.raises(DataError, match="row 3: bad_chat: it has no turn of the assistant to learn"):
         tl.train(run=tmp_path / "c", engine=tiny.Here(), **{**sections, "data": learned})
     sections["model"] = {"base": str(tiny_bert), "task": "text_classification"}
     with pytest.raises(ConfigError, match=r"data\.learn: text_classification learns labels"):

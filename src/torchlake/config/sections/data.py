@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from torchlake.config.task_spec import as_columns
 from torchlake.config.types import STRICT, Bool, Float, Int, Name
@@ -96,8 +96,11 @@ class DataConfig(BaseModel):
     """Training table: a file, folder, glob or URL, or a list of them."""
     validation: Annotated[OnePath | ManyPaths | Share, Discriminator(_kind)] | None = Fraction(fraction=0.1)
     """Validation table, or {fraction: f} of the training rows, or {fold: k, folds: n} of them; null: none."""
-    text: Columns = "text"
-    """Column of the input, or a list of columns whose texts are joined."""
+    chosen: Name | None = None
+    """Column of the better of two answers to the prompt in `text`, for text generation: strings or conversations."""
+    text: Columns | None = "text"
+    """Column of the input, or a list of columns whose texts are joined. null, of pairs of answers only, for which it is
+    the default: what both answers begin with is the prompt."""
     separator: str | None = None
     """Between the texts of several columns, those that are null or blank left out; null: a space."""
     template: Name | None = None
@@ -124,6 +127,8 @@ class DataConfig(BaseModel):
     too_long: Literal["cut_start", "cut_end", "drop", "error"] | None = None
     """A row packed whole that is longer than a block: cut it (conversations at a message, the system text kept), drop
     it, or make it an error; null: cut_end for text, else cut_start."""
+    rejected: Name | None = Field(default=None, validate_default=True)
+    """Column of the worse of two answers."""
     key: Name | None = None
     """Column that identifies a row, unique and without nulls; null: file and row number."""
     csv: CsvConfig = CsvConfig()
@@ -142,6 +147,33 @@ class DataConfig(BaseModel):
     """A row that is null, cannot be decoded, or has a label that is NaN or not a class of the model: stop the job, or
     drop the row and count it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _answers_have_their_own_prompt(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("chosen") is not None and "text" not in values:
+            return {**values, "text": None}
+        return values
+
+    @field_validator("text")
+    @classmethod
+    def _rows_have_text(cls, text: Any, given: ValidationInfo) -> Any:
+        if text is None and given.data.get("chosen") is None:
+            raise ValueError("is null; only pairs of answers (data.chosen and data.rejected) do without it")
+        return text
+
+    @field_validator("rejected")
+    @classmethod
+    def _two_answers(cls, rejected: str | None, given: ValidationInfo) -> str | None:
+        chosen = given.data.get("chosen")
+        if (chosen is None) != (rejected is None):
+            one, other = ("rejected", "chosen") if chosen is None else ("chosen", "rejected")
+            raise ValueError(f"data.{one} is set without data.{other}; a pair has both, or leave both out")
+        if chosen is not None and given.data.get("learn") not in (None, "all"):
+            raise ValueError(f"data.learn is {given.data.get('learn')}, but data.chosen and data.rejected are learned")
+        if rejected is not None and len({chosen, rejected, given.data.get("text")}) < 3:
+            raise ValueError("data.text, data.chosen and data.rejected must be different columns")
+        return rejected
+
     @field_validator("where")
     @classmethod
     def _where_can_be_parsed(cls, where: str | None) -> str | None:
@@ -155,7 +187,7 @@ class DataConfig(BaseModel):
         if template is not None:
             if given.data.get("separator") is not None:
                 raise ValueError("separator and template cannot be combined; leave one of them out")
-            _check_template(template, as_columns(given.data.get("text", "")))
+            _check_template(template, as_columns(given.data.get("text") or ""))
         return template
 
     @field_validator("label")

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from torchlake.config.messages import expected
+from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions
 from torchlake.config.task_spec import label_name
 from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName
@@ -105,6 +106,8 @@ class TrainConfig(BaseModel):
     """Share of each target that is spread evenly over all classes."""
     focal_gamma: Float = Field(default=0.0, ge=0)
     """Focal loss: each target's loss is multiplied by (1 - its probability) to this power, such as 2; 0: not."""
+    preference: PreferenceOptions | None = None
+    """The loss of pairs of answers (data.chosen, data.rejected); null: dpo with its defaults."""
     neftune: Float | None = Field(default=None, gt=0)
     """Noise on the word embeddings in training, for language models, such as 5 (NEFTune); null: none."""
     ema: Float | None = Field(default=None, gt=0, lt=1)

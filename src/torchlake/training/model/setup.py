@@ -67,15 +67,12 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     names = trainable_names(model, job.train, scales)
     stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in shared.stored}
     if loads and saved is not None:
-        format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
-        if job.model.lora is not None and job.model.lora.init == "pissa":
-            lora.take_out(model)
+        _load_trained(saved, model, stored, job)
     train = job.train.model_copy(update={"precision": shared.precision})
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
-    speed = measure(
-        layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
-    )
+    dtype, per_token = precision.dtype or torch.float32, task.packs or task.pairs
+    speed = measure(layers(model), config, per_token=per_token, device=group.device, dtype=dtype)
     _set_up(model, base, shared, job.model_copy(update={"train": train}), spec, task, settings.strategy, group)
     model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
     module, optimizer = _wrap(strategy, model, group, train, scales)
@@ -111,6 +108,13 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         noise=None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed),
         equal_lengths=shared.equal_lengths,
     ), progress
+
+
+def _load_trained(saved: Path, model: nn.Module, stored: Mapping[str, Any], job: Job) -> None:
+    """Load the tensors that a checkpoint has."""
+    format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
+    if job.model.lora is not None and job.model.lora.init == "pissa":
+        lora.take_out(model)
 
 
 def _first_rows(training: Rows) -> Features:
@@ -158,6 +162,8 @@ def _set_up(
         quantized.store_as(model, precision.dtype or torch.float32)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
+    if task.pairs:
+        kernels.drop_nothing(model)
     if train.compile:
         kernels.compile_layers(base, static=spec.problem == "next_token")
 

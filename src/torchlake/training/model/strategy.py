@@ -36,8 +36,8 @@ def choose_strategy(job: Job, processes: int) -> str:
     reason = strategy.refusal(job.train)
     if reason is not None:
         raise UsageError(f"train.strategy {name!r} cannot run here: {reason}.")
-    if job.model.task in strategy.never:
-        raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
+    if job.task in strategy.never:
+        raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.task]}.")
     return name
 
 

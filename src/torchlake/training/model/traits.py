@@ -70,7 +70,7 @@ def find_traits(
         try_task(model, task, batch, processor, spec)
     equal_lengths = (
         task.checks_padding
-        and not task.packs
+        and not (task.packs or task.pairs)
         and "attention_mask" in batch
         and probes.padding_matters(model, task, made, processor, spec)
     )
@@ -83,11 +83,11 @@ def find_traits(
     if not stores_all(job):
         first = [name for name in weights if name.endswith((files.FIRST_A, files.FIRST_B))]
         weights = {name: weights[name] for name in [*trainable_names(model, train), *first]}
-    rows = [each["input_ids"][0] for each in batches] if task.packs else []
-    isolates = spec.whole and probes.isolates(model, rows, dict(task.forward_options))
+    rows = [each["input_ids"][0] for each in batches] if task.packs or task.pairs else []
+    isolates = (spec.whole or task.pairs) and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.packs and find_precision(precision, device).dtype is not torch.float16
+    chunked = (task.packs or task.pairs) and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
         isolates = kernels.passes_positions(base, torch.from_numpy(rows[1])[None], dict(task.forward_options))
     return Traits(

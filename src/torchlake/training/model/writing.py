@@ -158,7 +158,7 @@ def _answerer(
         model,
         exercises.folder,
         GenerationOptions(max_new_tokens=exercises.options.max_new_tokens),
-        ends=state.task.end_tokens(exercises.folder, tokenizer),
+        ends=state.task.end_tokens(exercises.folder, tokenizer, state.spec),
         while_training=True,
         together=state.group.world_size > 1 and _is_sharded(state.module),
     )

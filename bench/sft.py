@@ -1,0 +1,249 @@
+"""How fast does a language model learn answers and preferences, beside TRL on the same rows?
+
+Conversations of mixed length, of words drawn from a seed; two shapes with random weights, a Llama of two layers and
+GPT-2 small's. TRL trains them unpacked (each batch padded to its longest row) and packed (`packing=True`, best-fit
+decreasing), torchlake as always; an epoch of about as many tokens a step, fp32, AdamW, one thread. Pairs: TRL's DPO
+with its reference beside the model, and with log-probabilities made before, and torchlake's. Rendering: a chat template
+by `datasets.map` and by torchlake's renderer in its own process. The contenders run in turn; CPU seconds, since other
+work shares the machine, the least of all rounds.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _clocked import CLOCK, tick
+from _common import SCRATCH, finish, parser
+from _contender import ONE_THREAD
+from _environments import python_of
+from _sft_rows import build_model, conversations, preferences
+
+HOME = SCRATCH / "sft"
+LENGTH, RATE = 512, 1e-4
+LIMIT_S = 3_000
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, the rows of its epoch, and the rows of a step where they are not packed."""
+
+    name: str
+    rows: int
+    batch: int
+    pairs: int
+    pairs_batch: int
+
+
+SHAPES = (Shape("two-layers", 192, 16, 64, 8), Shape("gpt2-small", 16, 4, 8, 2))
+
+
+def peer(kind: str, setup: dict[str, Any]) -> Result:
+    """What TRL does, in its environment."""
+    python = python_of("trl")
+    if isinstance(python, str):
+        return {"reason": python}
+    out = HOME / "peer.json"
+    out.unlink(missing_ok=True)
+    asked = {**setup, "kind": kind, "out": str(out), "scratch": str(HOME / "trainer")}
+    with open(HOME / "peer.log", "w") as log:
+        script = str(Path(__file__).parent / "_sft_peer.py")
+        command = [str(python), script, json.dumps(asked)]
+        done = subprocess.run(command, stdout=log, stderr=log, timeout=LIMIT_S, check=False)
+    if done.returncode or not out.exists():
+        return {"reason": (HOME / "peer.log").read_text().strip().splitlines()[-1][:200]}
+    return dict(json.loads(out.read_text()))
+
+
+def learn(kind: str, setup: dict[str, Any]) -> Result:
+    """An epoch of torchlake. A line is written when the next step has been computed, so the first step measured is the
+    third."""
+    import torchlake as tl
+
+    run, clock = HOME / "run", HOME / "clock"
+    shutil.rmtree(run, ignore_errors=True)
+    clock.unlink(missing_ok=True)
+    os.environ[CLOCK] = str(clock)
+    data = {"train": setup["table"], "validation": None}
+    train = {"epochs": 1, "batch_size": setup["batch"], "learning_rate": RATE, "schedule": "constant", "warmup": 0.0}
+    train |= {"weight_decay": 0.0, "clip_norm": 1.0, "precision": "fp32", "checkpoint_every": "10h"}
+    if kind == "dpo":
+        data |= {"text": "prompt", "chosen": "chosen", "rejected": "rejected"}
+        train["preference"] = {"loss": "dpo", "beta": 0.1}
+    else:
+        data |= {"text": "messages", "learn": "assistant"}
+    model = {"base": setup["model"], "task": "text_generation", "max_length": LENGTH}
+    tl.train(run=run, data=data, model=model, train=train, engine=tl.Local(processes=1), on_step=tick)
+    lines = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    counts = targets_of(run) if kind != "dpo" else [line["rows"] for line in lines]
+    times = [float(each) for each in clock.read_text().split()]
+    assert len(times) == len(lines) == len(counts)
+    return {
+        "cpu_s": times[-1] - times[0],
+        "learned": sum(counts[2:]),
+        "steps": len(lines),
+        "loss": sum(n * line["loss"] for n, line in zip(counts, lines, strict=True)) / sum(counts),
+        "peak_memory_mib": max(line["peak_memory_bytes"] for line in lines) / 2**20,
+    }
+
+
+def targets_of(run: Path) -> list[int]:
+    """Return the targets of each step of a run's first epoch, which its plan tells."""
+    from torchlake.config.job import load_job
+    from torchlake.data import bins, loading, packing
+    from torchlake.models.load import load_spec
+    from torchlake.training.rows import Rows, planned_batches, steps_per_epoch
+
+    table = loading.open_tokens(next((run / "cache").iterdir()))
+    job, spec = load_job(run / "job.yaml"), load_spec(run / "model")
+    rows = Rows(table, np.arange(len(table)))
+    steps, counts = range(steps_per_epoch(rows, job.train, spec)), []
+    for _, batch in planned_batches(rows, job.train, steps, spec):
+        assert isinstance(batch.table.tokens, bins.Bins)
+        counts.append(int(packing.target_counts(batch.table.tokens, batch.numbers).sum()))
+    return counts
+
+
+def render(kind: str, setup: dict[str, Any]) -> Result:
+    """The same rows by torchlake: rendered in a process of its own, whose CPU time counts, its start aside."""
+    from transformers import AutoTokenizer
+
+    from torchlake.config.task_spec import RowOptions
+    from torchlake.tasks import _rendering
+    from torchlake.tasks._whole_rows import whole_rows
+
+    tokenizer = AutoTokenizer.from_pretrained(setup["model"])
+    column = pq.read_table(setup["table"])["messages"].combine_chunks()
+
+    def spent(rows: int) -> tuple[float, int]:
+        """CPU seconds of this process and its renderer for the first rows."""
+        before, children = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        made = whole_rows(tokenizer, {"text": column[:rows]}, RowOptions(), LENGTH, "answers")
+        assert not made.errors
+        seconds = time.process_time() - before
+        _rendering.close()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds += after.ru_utime + after.ru_stime - children.ru_utime - children.ru_stime
+        return seconds, int(made.lengths.sum())
+
+    start = min(spent(8)[0] for _ in range(2))
+    seconds, tokens = spent(len(column))
+    return {"cpu_s": seconds - start, "rows": len(column), "tokens": tokens, "start_cpu_s": start}
+
+
+def alone(work: Any, kind: str, setup: dict[str, Any]) -> Result:
+    """What `work` returns in a fresh process."""
+    out = HOME / "out.json"
+    out.unlink(missing_ok=True)
+    process = multiprocessing.get_context("spawn").Process(target=_tell, args=(work, kind, setup, str(out)))
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        return {"reason": f"no end after {LIMIT_S} s"}
+    return dict(json.loads(out.read_text())) if out.exists() else {"reason": f"ended with {process.exitcode}"}
+
+
+def _tell(work: Any, kind: str, setup: dict[str, Any], out: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    Path(out).write_text(json.dumps(work(kind, setup)))
+
+
+def rows_of(what: str, contenders: list[tuple[str, Any, str, dict[str, Any]]], rounds: int) -> list[Result]:
+    """Return a row for each contender, the least CPU time of its rounds; ratios of what it learns a second to those of
+    the first."""
+    best: dict[str, Result] = {}
+    for _ in range(rounds):
+        for name, work, kind, setup in contenders:
+            result = peer(kind, setup) if work is peer else alone(work, kind, setup)
+            print(f"  {what}, {name}: {result}", file=sys.stderr, flush=True)
+            if name not in best or result.get("cpu_s", 1e9) < best[name].get("cpu_s", 1e9):
+                best[name] = result
+    rows, base = [], 0.0
+    for name, result in best.items():
+        row: Result = {"name": f"{what}: {name}"}
+        if "cpu_s" in result:
+            row["per_cpu_second"] = result.get("learned", result.get("rows", 0)) / result["cpu_s"]
+            base = base or row["per_cpu_second"]
+            row["ratio"] = row["per_cpu_second"] / base
+            row |= {key: result.get(key) for key in ("steps", "loss", "peak_memory_mib", "start_cpu_s")}
+        rows.append({**row, **({"reason": result["reason"]} if "reason" in result else {})})
+    return rows
+
+
+def answers(shape: Shape, model: str, rounds: int) -> list[Result]:
+    """The contenders that learn a shape's conversations: tokens learned per CPU second."""
+    from transformers import AutoTokenizer
+
+    table, chats = HOME / f"{shape.name}.parquet", conversations(shape.rows)
+    pq.write_table(pa.Table.from_pylist(chats), table)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = sum(len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in chats)
+    blocks = max(1, round(tokens / LENGTH * shape.batch / shape.rows))
+    setup = {"model": model, "table": str(table), "length": LENGTH, "rate": RATE}
+    packed = {**setup, "batch": blocks}
+    contenders = [
+        ("TRL, unpacked", peer, "sft", {**setup, "batch": shape.batch}),
+        ("TRL, packing=True", peer, "packed", packed),
+        ("torchlake", learn, "sft", packed),
+    ]
+    return rows_of(f"{shape.name}, answers", contenders, rounds)
+
+
+def pairs(shape: Shape, model: str, rounds: int) -> list[Result]:
+    """The contenders that learn a shape's pairs by DPO: pairs per CPU second."""
+    table = HOME / f"{shape.name}-pairs.parquet"
+    pq.write_table(pa.Table.from_pylist(preferences(shape.pairs)), table)
+    setup = {"model": model, "table": str(table), "length": LENGTH, "rate": RATE, "batch": shape.pairs_batch}
+    contenders = [
+        ("TRL", peer, "dpo", {**setup, "precompute": False}),
+        ("TRL, reference computed before", peer, "dpo", {**setup, "precompute": True}),
+        ("torchlake", learn, "dpo", setup),
+    ]
+    return rows_of(f"{shape.name}, DPO pairs", contenders, rounds)
+
+
+def main() -> None:
+    options_parser = parser(__doc__, rounds=2, conversations=2000)
+    options_parser.add_argument("--only", nargs="*", default=[], help="of answers, pairs, rendering (default: all)")
+    options_parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    options = options_parser.parse_args()
+    os.environ.update(ONE_THREAD)
+    HOME.mkdir(parents=True, exist_ok=True)
+    rows: list[Result] = []
+    for shape in SHAPES:
+        model = HOME / shape.name
+        if not (model / "tokenizer.json").exists():
+            build_model(model, shape.name)
+        for what, measure in (("answers", answers), ("pairs", pairs)):
+            if shape.name in options.shapes and (not options.only or what in options.only):
+                rows += measure(shape, str(model), options.rounds)
+    if not options.only or "rendering" in options.only:
+        table = HOME / "rendering.parquet"
+        pq.write_table(pa.Table.from_pylist(conversations(options.conversations)), table)
+        setup = {"model": str(HOME / "two-layers"), "table": str(table)}
+        contenders = [("datasets.map", peer, "render", setup), ("torchlake", render, "render", setup)]
+        rows += rows_of("conversations rendered", contenders, options.rounds)
+    note = (
+        f"conversations and pairs of mixed length, at most {LENGTH} tokens; fp32, AdamW, one thread; tokens learned, "
+        f"pairs or conversations per CPU second, best of {options.rounds}; ratios to the first row of each kind"
+    )
+    whole = not options.only and len(options.shapes) == len(SHAPES)
+    finish("sft", rows, as_json=options.json, note=note, keep=whole)
+
+
+if __name__ == "__main__":
+    main()

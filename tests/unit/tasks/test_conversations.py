@@ -1,0 +1,230 @@
+"""Jobs on columns of conversations and completions as users have them: trained, evaluated and answered."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+import torchlake as tl
+import training_runs as runs
+from sweeps import sweep
+from torchlake import plugins
+from torchlake.config.job import load_job
+from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.models import load
+from torchlake.preparation.conversations import with_table
+from torchlake.preparation.prepare import prepare
+from torchlake.preparation.problem import complete_spec, draft_spec
+from torchlake.tables.record import read_commit
+from torchlake.tables.sources._options import ReadOptions
+from torchlake.tasks._completions import completion_ids
+
+SAID = ("good ?", "yes , all of it", "a film that we like", "it was boring", "is it fun ?", "no")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def chats(rows: int = 12) -> list[list[dict[str, Any]]]:
+    return [
+        [
+            {"role": ("user", "assistant")[turn % 2], "content": SAID[(row + turn) % len(SAID)]}
+            for turn in range(2 + 2 * (row % 2))
+        ]
+        for row in range(rows)
+    ]
+
+
+def sections(folder: Path, model: Path, table: pa.Table, **data: Any) -> dict[str, Any]:
+    pq.write_table(table, folder / "table.parquet")
+    return {
+        "data": {"train": str(folder / "table.parquet"), "validation": None, **data},
+        "model": {"base": str(model), "task": "text_generation", "max_length": 64},
+        "train": {"batch_size": 1000, "max_steps": 1, "learning_rate": 1e-9, "precision": "fp32", "warmup": 0.0},
+    }
+
+
+def loss_alone(model: Path, rows: list[list[int]]) -> float:
+    """The mean loss of the learned tokens of each row by itself."""
+    stock, total, targets = AutoModelForCausalLM.from_pretrained(model).eval(), 0.0, 0
+    for row in rows:
+        ids = torch.tensor([[token if token >= 0 else ~token for token in row]])
+        labels = torch.tensor([[token if token >= 0 else -100 for token in row]])
+        number = int((labels[:, 1:] != -100).sum())
+        with torch.inference_mode():
+            total += stock(input_ids=ids, labels=labels).loss.item() * number
+        targets += number
+    return total / targets
+
+
+def first_loss(folder: Path) -> float:
+    return float(runs.losses(folder)[0])
+
+
+def test_messages_and_tools_are_found_and_learned_without_marks(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """By name and by the first rows; another table may hold them in another form."""
+    table = pa.table({"messages": [json.dumps(chat) for chat in chats()], "tools": [json.dumps(TOOLS), None] * 6})
+    job = sections(tmp_path, tiny_gpt2, table, learn="assistant")
+    runs.succeed(tmp_path / "run", job)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_gpt2)
+    alone = []
+    for chat in chats():
+        row: list[int] = []
+        for at in range(0, len(chat), 2):
+            made = completion_ids(tokenizer, chat[: at + 1], chat[at + 1 : at + 2])
+            row += [token if place >= len(row) else row[place] for place, token in enumerate(made)][len(row) :]
+            row = row[:-1] if at + 2 < len(chat) else row
+        alone.append(row)
+    model = tmp_path / "run" / "model"
+    loss = loss_alone(tiny_gpt2, alone)
+    assert first_loss(tmp_path / "run") == pytest.approx(loss, rel=1e-5)
+    facts = json.loads((tmp_path / "run" / "data.json").read_text())["packed"]
+    assert facts["learned"] == sum(token >= 0 for row in alone for token in row)
+    assert (facts["cut"], facts["dropped"]) == (0, 0)
+    assert 0.5 < facts["filled"] <= 1
+    spec = load.load_spec(model)
+    assert (spec.text, spec.inputs, spec.rows.pack) == ("messages", {"tools": "tools"}, "whole")
+    structs = pa.table({"conversations": chats()})
+    pq.write_table(structs, tmp_path / "structs.parquet")
+    found = tl.evaluate(model, tmp_path / "structs.parquet", text="conversations", engine=tiny.Here(), inputs=None)
+    assert found.metrics["loss"].value == pytest.approx(loss, rel=1e-5)
+    prompts = [chat[:1] for chat in chats(3)]
+    options: dict[str, Any] = {"max_new_tokens": 3, "engine": tiny.Here()}
+    wanted = tl.predict(model, pa.table({"messages": prompts}), **options)["generated_text"]
+    texts = pa.table({"messages": [json.dumps(prompt) for prompt in prompts]})
+    assert tl.predict(model, texts, **options)["generated_text"] == wanted
+
+
+FORMS = {
+    "strings": ({"prompt": ["is it good ?", "fun ?"], "answer": [" yes , all", " no"]}, {"text": "prompt"}),
+    "messages": (
+        {"prompt": [chat[:1] for chat in chats(2)], "answer": [chat[1:2] for chat in chats(2)]},
+        {"text": "prompt"},
+    ),
+    "a template": (
+        {"ask": ["good ?", "fun ?"], "more": ["a film", None], "answer": [" yes", " no"]},
+        {"text": ["ask", "more"], "template": "{ask}\n{more}\n:"},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", sweep(FORMS, quick=()))
+def test_the_loss_is_over_the_completion(form: str, tmp_path: Path, tiny_gpt2: Path) -> None:
+    columns, data = FORMS[form]
+    runs.succeed(tmp_path / "run", sections(tmp_path, tiny_gpt2, pa.table(columns), completion="answer", **data))
+    tokenizer, rows = AutoTokenizer.from_pretrained(tiny_gpt2), pa.table(columns).to_pylist()
+    if form == "a template":
+        prompts = [f"{row['ask']}\n{row['more'] or ''}\n:" for row in rows]
+    else:
+        prompts = [row["prompt"] for row in rows]
+    alone = [completion_ids(tokenizer, prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
+    assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
+    model = tmp_path / "run" / "model"
+    found = tl.evaluate(model, tmp_path / "table.parquet", engine=tiny.Here())
+    assert found.tokens == sum(token >= 0 for row in alone for token in row)
+    asked = pa.table(columns).drop_columns(["answer"])
+    assert tl.predict(model, asked, max_new_tokens=2, engine=tiny.Here())["error"].null_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", ["all", None])
+def test_conversations_and_texts_packed_whole_do_not_see_each_other(
+    learn: str | None, tmp_path: Path, tiny_gpt2: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_gpt2)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats()]
+    alone = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    values, data = (texts, {"pack": "whole"}) if learn is None else (chats(), {"learn": learn})
+    job = sections(tmp_path, tiny_gpt2, pa.table({"text": values}), **data)
+    runs.succeed(tmp_path / "run", job)
+    assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
+    job["data"]["pack"] = "stream"
+    runs.succeed(tmp_path / "stream", job)
+    assert abs(first_loss(tmp_path / "stream") - first_loss(tmp_path / "run")) > 1e-4
+
+
+def test_settings_that_exclude_each_other_are_refused_before_any_work(tmp_path: Path, tiny_gpt2: Path) -> None:
+    table = pa.table({"text": ["good ?"], "answer": ["yes"]})
+    for data, names in (
+        ({"completion": "answer", "learn": "all"}, r"data\.completion and data\.learn: all"),
+        ({"completion": "answer", "pack": "stream"}, r"data\.completion and data\.pack: stream"),
+        ({"learn": "last", "pack": "stream"}, r"data\.learn and data\.pack: stream"),
+        ({"too_long": "drop", "pack": "stream"}, r"data\.too_long and data\.pack: stream"),
+    ):
+        with pytest.raises(UsageError, match=names):
+            tl.train(run=tmp_path / "run", engine=tiny.Here(), **sections(tmp_path, tiny_gpt2, table, **data))
+    job = sections(tmp_path, tiny_gpt2, table, system="be good")
+    job["model"]["task"] = "text_classification"
+    with pytest.raises(ConfigError, match=r"data\.system: text_classification reads no conversations"):
+        tl.train(run=tmp_path / "run", engine=tiny.Here(), **job)
+    assert not (tmp_path / "run").exists()
+
+
+def prepared(
+    folder: Path, model: Path, table: pa.Table, engine: Any = None, *, bad_rows: str = "error", **data: Any
+) -> dict[str, Any]:
+    path = folder / "table.parquet"
+    spec = draft_spec(load_job(None, **sections(folder, model, table, **data)))
+    spec = complete_spec(with_table(spec, path, ReadOptions()), None, max_length=64)
+    made: Any = {"tokenizer": model, "spec": spec, "engine": engine or tiny.Here(), "bad_rows": bad_rows}
+    return prepare(path, folder / "tokens", **made)
+
+
+def test_rows_that_are_too_long_are_cut_dropped_or_errors(tmp_path: Path, tiny_gpt2: Path) -> None:
+    long = [[*chats(1)[0], *chats(1)[0]] * 3, *chats(2), [{"role": "user", "content": "film " * 40}, chats(1)[0][1]]]
+    table = pa.table({"messages": long})
+    found = {}
+    for too_long in ("drop", "error", "cut_start"):
+        folder = tmp_path / too_long
+        folder.mkdir()
+        data = {"learn": "assistant", "too_long": too_long}
+        if too_long == "drop":
+            prepared(folder, tiny_gpt2, table, **data)
+        else:
+            with pytest.raises(DataError, match="too_long" if too_long == "error" else "row 3: no_answer_left"):
+                prepared(folder, tiny_gpt2, table, **data)
+            prepared(folder, tiny_gpt2, table, bad_rows="drop", **data)
+        errors = pq.read_table(folder / "tokens")["error"].to_pylist()
+        found[too_long] = [error and error.partition(":")[0] for error in errors]
+    assert found["drop"] == found["error"] == ["too_long", None, None, "too_long"]
+    assert found["cut_start"] == [None, None, None, "no_answer_left"]
+    assert read_commit(tmp_path / "cut_start" / "tokens")["provenance"]["truncated"]["rows"] == 1
+
+
+def test_a_row_without_any_of_its_texts_is_an_error(tmp_path: Path, tiny_gpt2: Path) -> None:
+    table = pa.table({"ask": ["good ?", None, "fun ?"], "more": ["a film", " ", None]})
+    prepared(tmp_path, tiny_gpt2, table, bad_rows="drop", text=["ask", "more"])
+    assert pq.read_table(tmp_path / "tokens")["error"].to_pylist() == [None, "null_input", None]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spark", "ray")
+def test_three_engines_prepare_the_same_bytes(tmp_path: Path, tiny_gpt2: Path) -> None:
+    table = pa.table({"messages": [json.dumps(chat) for chat in chats(40)], "tools": [json.dumps(TOOLS), None] * 20})
+    files = {}
+    for name in plugins.names("engines"):
+        folder = tmp_path / name
+        folder.mkdir()
+        prepared(folder, tiny_gpt2, table, getattr(tl, name.title())(processes=2), learn="last")
+        files[name] = {path.name: path.read_bytes() for path in sorted((folder / "tokens").glob("*.parquet"))}
+    assert len({repr(each) for each in files.values()}) == 1
+
+
+@pytest.mark.slow
+def test_perplexity_follows_the_loss(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """Of a validation table beside the training table, by the last answer of each conversation."""
+    job = sections(tmp_path, tiny_gpt2, pa.table({"messages": chats()}), learn="last")
+    job["data"]["validation"] = job["data"]["train"]
+    one = runs.succeed(tmp_path / "run", job)
+    assert one.metrics is not None
+    assert one.metrics["perplexity"] == pytest.approx(math.exp(one.metrics["loss"]))
+    found = tl.evaluate(tmp_path / "run" / "model", tmp_path / "table.parquet", engine=tiny.Here())
+    assert found.metrics["loss"].value == pytest.approx(one.metrics["loss"], rel=1e-5)
+    said = [f" {chat[-1]['content']} " for chat in chats()]
+    answers = AutoTokenizer.from_pretrained(tiny_gpt2)(said)["input_ids"]
+    assert found.tokens == sum(map(len, answers)) + len(answers)
