@@ -43,7 +43,7 @@ def test_another_row_of_a_block_does_not_move_a_rows_loss(name: str, tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = np.random.default_rng(0).integers(5, 40, sum(LENGTHS)).astype(np.int32)
     rows = np.split(ids.astype(np.int64), np.cumsum(LENGTHS)[:-1])
-    isolated = probes.isolates(model, [row[None] for row in rows[:2]], {"use_cache": False})
+    isolated = probes.isolates(model, rows[:2], {"use_cache": False})
     offsets, order = offsets_of(np.array(LENGTHS)), np.arange(len(LENGTHS))
     before = losses(model, pack_whole(Ragged(ids, offsets), order, sum(LENGTHS)), isolated=isolated)
     for changed in order:

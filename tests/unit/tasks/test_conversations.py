@@ -77,7 +77,7 @@ def test_messages_and_tools_are_found_and_learned_without_marks(tmp_path: Path, 
         row: list[int] = []
         for at in range(0, len(chat), 2):
             made = completion_ids(tokenizer, chat[: at + 1], chat[at + 1 : at + 2])
-            row += [token if place >= len(row) else row[place] for place, token in enumerate(made)][len(row) :]
+            row += made[len(row) :]
             row = row[:-1] if at + 2 < len(chat) else row
         alone.append(row)
     model = tmp_path / "run" / "model"
@@ -211,8 +211,8 @@ def test_three_engines_prepare_the_same_bytes(tmp_path: Path, tiny_gpt2: Path) -
         folder = tmp_path / name
         folder.mkdir()
         prepared(folder, tiny_gpt2, table, getattr(tl, name.title())(processes=2), learn="last")
-        files[name] = {path.name: path.read_bytes() for path in sorted((folder / "tokens").glob("*.parquet"))}
-    assert len({repr(each) for each in files.values()}) == 1
+        files[name] = [path.read_bytes() for path in sorted((folder / "tokens").glob("*.parquet"))]
+    assert files["local"] == files["ray"] == files["spark"] != []
 
 
 @pytest.mark.slow
