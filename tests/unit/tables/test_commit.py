@@ -240,7 +240,9 @@ def test_a_job_is_written_once(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", sweep([1, 4], quick={4}))
-def test_a_kill_at_a_step_of_a_new_output_is_resumed(forks: Forks, source: Path, tmp_path: Path, every: int) -> None:
+def test_a_kill_at_every_step_of_a_new_output_is_resumed(
+    forks: Forks, source: Path, tmp_path: Path, every: int
+) -> None:
     found = sites(forks, source, tmp_path)
     assert {site.split(":")[0].split(".")[0] for site in found} == {"lease", "plan", "part", "commit"}
     assert {"commit.before_publish:1", "commit.publish:1", "commit.after_publish:1", "commit.cleanup:1"} <= set(found)
