@@ -321,7 +321,7 @@ def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mappin
     `earlier` is the output's fingerprint.
     """
     runtime, here = runtime_name(settings.runtime), cpu_class()
-    if runtime not in (REFERENCE, RATED):
+    if runtime not in (REFERENCE, RATED, "fused"):
         return None
     if (earlier.get("model"), earlier.get("runtime")) != (settings.model_hash, runtime):
         return here.products
