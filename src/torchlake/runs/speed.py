@@ -2,7 +2,7 @@
 
 The operations of a step are those that its tokens need, so neither padding nor recomputation raises the share: 6 per
 trained and 4 per frozen number of a matrix for each token (Kaplan et al. 2020), and the products of attention. Those of
-the last layer count for all tokens, also where it computes the first one only. They are
+the last layer count for all tokens, even if it computes the first one only. They are
 compared with what the device does in a bare matrix product of the model's shape, measured at the start.
 Cost: 0.5 s on a GPU. On a CPU it is not measured.
 """
