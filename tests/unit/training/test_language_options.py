@@ -97,6 +97,7 @@ def test_the_texts_of_blocks_are_the_same_packed_and_unpacked() -> None:
         assert ids[line, first : first + length].tolist() == row[:length].tolist()
 
 
+@pytest.mark.slow
 def test_noise_is_the_same_in_other_micro_batches_and_on_two_ranks(tmp_path: Path, tiny_gpt2: Path) -> None:
     sections = job(tmp_path, tiny_gpt2, rows=24, epochs=1, neftune=5.0)
     runs.succeed(tmp_path / "one", sections)
