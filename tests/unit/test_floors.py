@@ -32,7 +32,7 @@ NEIGHBORS = {
     "preparation": {"jobs", "scoring"},
     "reporting": {"preparation"},
     "scoring": {"jobs"},
-    "training": {"preparation", "reporting"},
+    "training": {"evaluation", "preparation", "reporting"},
     "tuning": {"preparation", "training"},
     "metrics": {"labels"},
     "models": {"checkpoints", "data"},

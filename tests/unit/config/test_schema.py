@@ -147,7 +147,7 @@ VALUES = [
     ),
     *([], [1], [2, 8], [8, 2], [1, 2, 3], ["a"], ["a", ""], {}, {"fraction": 0.1}, {"fraction": "1e-1"}, {"a": 2}),
     *({"fraction": 2}, {"a": "2"}, {"rank": 4}, {"unknown": 1}, "single_label", "constant", "fp16", "drop", "PACK"),
-    *("all", "barrier", "placement_group", "text_classification", "adamw", "dpo"),
+    *("all", "barrier", "placement_group", "text_classification", "adamw", "dpo", "gaussian", "exact_match"),
 ]
 
 

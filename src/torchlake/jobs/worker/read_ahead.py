@@ -6,12 +6,12 @@ are read ahead, and those that are ready share batches.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -60,6 +60,14 @@ class Ready(NamedTuple, Generic[Read]):
 def _ready(future: Future[T]) -> T | None:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
+
+
+def _close_read(waiting: Iterable[Future[Any]]) -> None:
+    """Close the attempts of chunks that are read and not written."""
+    for future in waiting:
+        one = _ready(future)
+        if isinstance(one, Ready):
+            one.attempt.close()
 
 
 def reading_ahead(
@@ -118,14 +126,8 @@ def reading_ahead(
                 waiting.append(thread.submit(pull))
             return begun
 
-        def close_read() -> None:
-            for future in waiting:
-                one = _ready(future)
-                if isinstance(one, Ready):
-                    one.attempt.close()
-
         with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(close_read)
+            stack.callback(lambda: _close_read(waiting))
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
