@@ -179,7 +179,7 @@ def test_ranks_write_what_one_writes(
         sections["train"] |= {"strategy": strategy, "micro_batch_tokens": 60}
         runs.succeed(folder / "run", sections, ranks=ranks)
         # Training goes on as if nothing had been written.
-        assert runs.losses(folder / "run") == pytest.approx(runs.losses(folder / "one"), abs=2e-2 if train else 1e-4)
+        assert runs.losses(folder / "run") == pytest.approx(runs.losses(folder / "one"), abs=5e-2 if train else 1e-4)
         if not train.get("precision"):
             assert written(folder / "run") == written(folder / "one")
         else:
