@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -23,7 +23,6 @@ from torchlake.tables.plan import Chunk
 
 Read = TypeVar("Read")
 Result = TypeVar("Result")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class Ready(NamedTuple, Generic[Read]):
     read: Read
 
 
-def _ready(future: Future[T]) -> T | None:
+def _ready(future: Future[Any]) -> Any:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
 
@@ -118,8 +117,13 @@ def reading_ahead(
                 waiting.append(thread.submit(pull))
             return begun
 
+        def close_all() -> None:
+            for begun in map(_ready, waiting):
+                if isinstance(begun, Ready):
+                    begun.attempt.close()
+
         with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(lambda: [one.attempt.close() for one in map(_ready, waiting) if isinstance(one, Ready)])
+            stack.callback(close_all)
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
