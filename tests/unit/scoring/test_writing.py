@@ -87,6 +87,7 @@ def test_a_text_of_another_job_is_not_used(
     assert written(model, prompts, tmp_path / "out", overwrite=True, **options) == expected
 
 
+@pytest.mark.slow
 def test_a_row_has_its_time_from_token_to_token(tmp_path: Path, tiny_gpt2: Path, prompts: Path) -> None:
     """A batch may take longer than the limit, as long as its rows advance."""
     options: dict[str, Any] = {"runtime": misbehaving.slow_texts, "row_timeout_s": 1.0, "max_new_tokens": 30}
