@@ -6,7 +6,7 @@ are read ahead, and those that are ready share batches.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -59,6 +59,12 @@ class Ready(NamedTuple, Generic[Read]):
 def _ready(future: Future[Any]) -> Any:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
+
+
+def _close(futures: Iterable[Future[Any]]) -> None:
+    for one in map(_ready, futures):
+        if isinstance(one, Ready):
+            one.attempt.close()
 
 
 def reading_ahead(
@@ -117,13 +123,8 @@ def reading_ahead(
                 waiting.append(thread.submit(pull))
             return begun
 
-        def close_all() -> None:
-            for begun in map(_ready, waiting):
-                if isinstance(begun, Ready):
-                    begun.attempt.close()
-
         with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(close_all)
+            stack.callback(_close, waiting)
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
