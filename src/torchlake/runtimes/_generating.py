@@ -8,8 +8,8 @@ Rows of a batch do not influence each other. With padding on the left all prompt
 excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator
 keyed by a hash of the job's seed and the row's tokens. So the output is the same in another batch, process or attempt
 (except for fp32 rounding if two tokens are almost equally likely), and equal rows get equal texts. A finished row
-keeps its place in the batch until the last one ends, but is reported at once. What an earlier attempt has begun is
-continued: its tokens are read with the prompt, which costs about as much as one step.
+keeps its place in the batch until the last one ends, but is reported at once. A row that an earlier attempt has begun
+is continued: its tokens are read with the prompt, which costs about as much as one step.
 
 Cost of stop strings: the text of every row is decoded again at each step, some microseconds per token.
 """

@@ -23,7 +23,6 @@ from torchlake.tables.plan import Chunk
 
 Read = TypeVar("Read")
 Result = TypeVar("Result")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +56,13 @@ class Ready(NamedTuple, Generic[Read]):
     read: Read
 
 
-def _ready(future: Future[T]) -> T | None:
+def _ready(future: Future[Any]) -> Any:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
 
 
-def _close_read(waiting: Iterable[Future[Any]]) -> None:
-    """Close the attempts of chunks that are read and not written."""
-    for future in waiting:
-        one = _ready(future)
+def _close(futures: Iterable[Future[Any]]) -> None:
+    for one in map(_ready, futures):
         if isinstance(one, Ready):
             one.attempt.close()
 
@@ -127,7 +124,7 @@ def reading_ahead(
             return begun
 
         with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(lambda: _close_read(waiting))
+            stack.callback(_close, waiting)
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):

@@ -3,7 +3,7 @@
     answers (W,) int32, without NOTHING at the end   the records of `journal.py`
     rows left, tokens written                        the notes of `poison_rows.py`: progress, and who is to blame
 
-Every `PIECE_S` the tokens of the rows that have not ended are kept, too: a row may take minutes.
+Every `PIECE_S` the tokens of the rows that have not ended are kept, too: one row may take minutes.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ NOTE_S = 1.0
 "Seconds between two notes of progress."
 
 
-class RowsToWrite(Protocol):
+class WrittenRows(Protocol):
     """The rows of a chunk that are written."""
 
     @property
@@ -49,7 +49,7 @@ class Writing:
     Raises StorageError, as do its methods.
     """
 
-    def __init__(self, location: str, chunks: Sequence[tuple[str, RowsToWrite]], attempt: Attempt | Attempts) -> None:
+    def __init__(self, location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> None:
         self.journals: list[Journal] = []
         self.known: dict[int, np.ndarray] = {}
         self.begun: dict[int, np.ndarray] = {}
@@ -113,7 +113,7 @@ class Writing:
 
 
 @contextmanager
-def kept(location: str, chunks: Sequence[tuple[str, RowsToWrite]], attempt: Attempt | Attempts) -> Iterator[Writing]:
+def kept(location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> Iterator[Writing]:
     """Yield the `Writing` of chunks whose parts are written in the block; after an error the next attempt has it."""
     writing = Writing(location, chunks, attempt)
     try:
