@@ -42,7 +42,7 @@ def merged(model: "nn.Module", folder: Path) -> "nn.Module":
     tensors = adapter_tensors(folder)
     with quiet_peft():
         wrapped: Any = _wrapped(model, folder)
-        found = peft.set_peft_model_state_dict(wrapped, tensors)
+        found: Any = peft.set_peft_model_state_dict(wrapped, tensors)
         expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         wrong = sorted({*found.unexpected_keys, *(expected.keys() ^ tensors.keys())})
         if wrong:

@@ -157,7 +157,8 @@ def _as_stored(linear: Any, weight: torch.Tensor) -> torch.Tensor:
 
 def _quantized(linear: Any, kind: str) -> QuantizedLinear:
     weight = _as_stored(linear, linear.weight.data)
-    made = QuantizedLinear(kind, *weight.shape, linear.bias)
+    outputs, inputs = weight.shape
+    made = QuantizedLinear(kind, outputs, inputs, linear.bias)
     if weight.is_meta:
         _keep_shapes(made, weight.numel())
         return made
