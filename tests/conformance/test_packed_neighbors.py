@@ -41,14 +41,15 @@ def losses(model: torch.nn.Module, blocks: Bins, *, isolated: bool) -> list[torc
 def test_another_row_of_a_block_does_not_move_a_rows_loss(name: str, tmp_path: Path) -> None:
     folder = families.build(tmp_path, name, kind="writer", dropout=False)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = np.random.default_rng(0).integers(5, 40, sum(LENGTHS)).astype(np.int32)
+    words = model.config.get_text_config().vocab_size - len(LENGTHS)
+    ids = np.random.default_rng(0).integers(5, words, sum(LENGTHS)).astype(np.int32)
     rows = np.split(ids.astype(np.int64), np.cumsum(LENGTHS)[:-1])
     isolated = probes.isolates(model, rows[:2], {"use_cache": False})
     offsets, order = offsets_of(np.array(LENGTHS)), np.arange(len(LENGTHS))
     before = losses(model, pack_whole(Ragged(ids, offsets), order, sum(LENGTHS)), isolated=isolated)
     for changed in order:
         other = ids.copy()
-        other[offsets[changed] : offsets[changed + 1]] = 40 + changed
+        other[offsets[changed] : offsets[changed + 1]] = words + changed
         blocks = pack_whole(Ragged(other, offsets), order, sum(LENGTHS))
         after = losses(model, blocks, isolated=isolated)
         for row, one, now in zip(blocks.order, before, after, strict=True):

@@ -181,7 +181,7 @@ class ExportFlags:
 
     format: Annotated[
         Literal["onnx", "openvino", "sentence-transformers", "transformers"],
-        _output("FORMAT", "Layout: onnx, openvino, sentence-transformers or transformers (whole weights)."),
+        _output("FORMAT", "Layout: onnx, openvino, transformers (whole weights) or sentence-transformers."),
     ]
     pooling: Annotated[
         Literal["mean", "cls", "max", "lasttoken"],

@@ -174,8 +174,9 @@ def _padding(layer: Any) -> tuple[int, ...] | None:
     """Return the zeros before each side of the image; None if more follow than precede."""
     if not isinstance(layer.padding, str):
         return tuple(layer.padding)
-    sides = layer._reversed_padding_repeated_twice[::-1]  # (after, before) of the height, then of the width
-    return tuple(sides[1::2]) if sides[::2] == sides[1::2] else None
+    same = int(layer.padding == "same")
+    both = [same * wide * (size - 1) for wide, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return None if any(zeros % 2 for zeros in both) else tuple(zeros // 2 for zeros in both)
 
 
 def _convolve(arguments: tuple[Any, ...], x: "torch.Tensor") -> "torch.Tensor":

@@ -138,6 +138,8 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
             for each in _answers(template_key, lines[first:stop]):
                 found.append(each)
                 exceeded = exceeded + 1 if isinstance(each, RenderLimitExceeded) else 0
+                if exceeded >= MAX_CONSECUTIVE_LIMITS:
+                    break
     return found
 
 
@@ -205,25 +207,27 @@ class _Template:
     """A chat template with its special tokens."""
 
     def __init__(self, source: str, special: Mapping[str, Any], tokens: Sequence[str]) -> None:
-        from transformers.utils import chat_template_utils
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-        self.tools = chat_template_utils
+        self.render: Any = render_jinja_template
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.end: tuple[str | None] | None = None
 
     def texts(self, request: Request) -> list[Rendered]:
         """Return what a request wants; see there."""
-        compiled = self.tools._compile_jinja_template(self.source)
-        messages = self.tools._alias_reasoning_fields(list(request.messages))
+        messages = request.messages
 
         def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
-            given = {"messages": some, "tools": request.tools, "documents": None, "add_generation_prompt": prompt}
-            values = {**given, **self.special, **request.options}
-            if prompt or not self.marked:
-                return str(compiled.render(**values)), []
-            found: tuple[str, Spans] = self.tools._render_with_assistant_indices(compiled_template=compiled, **values)
-            return found
+            rendered = self.render(
+                conversations=[some],
+                tools=request.tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=self.marked and not prompt,
+                add_generation_prompt=prompt,
+                **{**self.special, **request.options},
+            )
+            return rendered[0][0], rendered[1][0] if rendered[1] else []
 
         if request.want in ("prompt", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]

@@ -435,5 +435,12 @@ def test_the_migration_page_has_the_names_of_the_trainer() -> None:
             assert f"{setting}`" in shown[name], f"{name}: {answer}"
     ours = {field for model in SECTIONS.values() for field in model.model_fields}
     values = {"linear", "cosine", "constant", "warmup_stable_decay"}
-    code = {"EarlyStoppingCallback", "compute_loss", "compute_metrics", "peft"}
+    code = {
+        "BitsAndBytesConfig",
+        "EarlyStoppingCallback",
+        "generation_max_length",
+        "compute_loss",
+        "compute_metrics",
+        "peft",
+    }
     assert shown.keys() - TRAINER_NAMES.keys() - ours - values == code

@@ -130,7 +130,10 @@ def test_a_tasks_fingerprint_is_that_of_earlier_versions() -> None:
         ({"labels": ["a", "a"]}, "distinct"),
         ({"labels": []}, "empty only for regression, next_token, next_answer_token"),
         ({"label": None}, "label: expected str, got None"),
-        ({"problem": "next_token", "labels": []}, "label must be null for next_token, next_answer_token, and only"),
+        (
+            {"problem": "next_token", "labels": []},
+            "label must be null for next_token, next_answer_token, preference, and only",
+        ),
         ({"problem": "riddle"}, "riddle"),
         ({"max_length": "long"}, "max_length"),
         ({"surprise": 1}, "must have the keys"),

@@ -186,8 +186,9 @@ def test_rows_that_are_too_long_are_cut_dropped_or_errors(tmp_path: Path, tiny_g
         if too_long == "drop":
             prepared(folder, tiny_gpt2, table, **data)
         else:
+            (folder / "refused").mkdir()
             with pytest.raises(DataError, match="too_long" if too_long == "error" else "row 3: no_answer_left"):
-                prepared(folder, tiny_gpt2, table, **data)
+                prepared(folder / "refused", tiny_gpt2, table, **data)
             prepared(folder, tiny_gpt2, table, bad_rows="drop", **data)
         errors = pq.read_table(folder / "tokens")["error"].to_pylist()
         found[too_long] = [error and error.partition(":")[0] for error in errors]

@@ -284,6 +284,7 @@ def test_the_assistants_turns_have_to_be_there(tmp_path: Path, tiny_gpt2: Path, 
     learned = {**sections["data"], "learn": "assistant"}
     with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds text"):
         tl.train(run=tmp_path / "a", engine=tiny.Here(), **{**sections, "data": learned})
+    sections["model"]["max_length"] = 64
     chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
     pq.write_table(pa.Table.from_pylist([{**chat, "kind": "chat"} for chat in chats]), tmp_path / "chats.parquet")
     learned["train"] = str(tmp_path / "chats.parquet")

@@ -106,8 +106,7 @@ def reading_ahead(
         if item is None:
             return None
         chunk, name = item
-        part = parts.find(name, chunk.index, chunk.rows)
-        if part is not None:
+        if (part := parts.find(name, chunk.index, chunk.rows)) is not None:
             return lambda: [lost(part)]
         attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
@@ -134,9 +133,9 @@ def reading_ahead(
                     waiting.append(thread.submit(pull))
                 else:
                     group = [begun]
-                    while len(group) < most and isinstance(ahead := _ready(waiting[0]) if waiting else None, Ready):
-                        waiting.popleft()
+                    while len(group) < most and waiting and isinstance(ahead := _ready(waiting[0]), Ready):
                         group.append(ahead)
+                        waiting.popleft()
                     if not waiting:  # the thread has stopped, because it was far enough ahead
                         waiting.append(thread.submit(pull))
                     results = finish(group)
