@@ -12,6 +12,7 @@ import families
 from sweeps import sweep
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.bins import Bins, pack_whole
+from torchlake.data.packing import input_ids_of
 from torchlake.models import probes
 
 LENGTHS = (17, 9, 12, 5)
@@ -26,7 +27,7 @@ def losses(model: torch.nn.Module, blocks: Bins, *, isolated: bool) -> list[torc
     else:
         ids, mask = blocks.unpacked(every, 0)
         options = {"attention_mask": torch.from_numpy(mask)}
-    inputs = torch.from_numpy(ids)
+    inputs = torch.from_numpy(input_ids_of(ids))
     with torch.no_grad():
         logits = model(input_ids=inputs, use_cache=False, **options).logits.float()
     each = functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten(), reduction="none")
