@@ -46,6 +46,8 @@ def test_another_row_of_a_block_does_not_move_a_rows_loss(name: str, tmp_path: P
     ids = np.random.default_rng(0).integers(5, words, sum(LENGTHS)).astype(np.int32)
     rows = np.split(ids.astype(np.int64), np.cumsum(LENGTHS)[:-1])
     isolated = probes.isolates(model, rows[:2], {"use_cache": False})
+    # The number of tokens that an expert gets decides how its products are rounded.
+    experts = any("expert" in module for module, _ in model.named_modules())
     offsets, order = offsets_of(np.array(LENGTHS)), np.arange(len(LENGTHS))
     before = losses(model, pack_whole(Ragged(ids, offsets), order, sum(LENGTHS)), isolated=isolated)
     for changed in order:
@@ -54,4 +56,7 @@ def test_another_row_of_a_block_does_not_move_a_rows_loss(name: str, tmp_path: P
         blocks = pack_whole(Ragged(other, offsets), order, sum(LENGTHS))
         after = losses(model, blocks, isolated=isolated)
         for row, one, now in zip(blocks.order, before, after, strict=True):
-            assert torch.equal(one, now) == (row != changed), f"row {row} beside {changed}"
+            if row != changed and experts:
+                torch.testing.assert_close(now, one, rtol=1e-6, atol=1e-6)
+            else:
+                assert torch.equal(one, now) == (row != changed), f"row {row} beside {changed}"
