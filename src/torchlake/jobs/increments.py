@@ -176,7 +176,7 @@ def _reached_by_others(
             continue
         different = _different(record, settings, asked)
         if read[0].get("id") not in (None, source.id):
-            different = ["the table was dropped and made again"]
+            different = ["the table was dropped and recreated"]
         elif read[0].get("table") != source.name:
             different = [f"table: {read[0].get('table')} -> {source.name}"]
         reached = None if different else position_of(target, snapshot, position_name(source.name, settings, {}))

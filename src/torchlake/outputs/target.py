@@ -144,7 +144,7 @@ class TableTarget(Protocol):
     """What a target adds whose rows have several commits."""
 
     def table_id(self, snapshot: Any) -> str:
-        """Return the table's own id, another one if it was dropped and made again; empty if there is no table yet."""
+        """Return the table's own id, another one if it was dropped and recreated; empty if there is no table yet."""
 
     def prepare(self, schema: pa.Schema) -> None:
         """Create what must exist before the first part is written; `check` has passed."""

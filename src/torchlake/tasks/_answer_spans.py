@@ -144,13 +144,18 @@ class AnswerEncoder:
     def _merged(self, encoding: Any, made: Rendered, ids: np.ndarray, whole: bool) -> int:
         """Return how many answers do not follow the tokens that `predict` feeds.
 
-        There a token reaches across the beginning, or the text before has other tokens by itself, or is another text.
+        One of its tokens also covers the end of the prompt, or the prompt alone has other tokens, or `predict` feeds
+        another text.
         """
         starts = {start for start, _ in made.spans or ()}
         good = (place in starts and self._follows(encoding, made.text, place, ids, whole) for place in made.prompts)
         return len(made.prompts) - sum(good)
 
     def _follows(self, encoding: Any, text: str, place: int, ids: np.ndarray, whole: bool) -> bool:
+        """Return whether the tokens before the character `place` are those of the prompt alone.
+
+        Added tokens split a text, so only what follows the last one before it has to be tokenized.
+        """
         first = encoding.char_to_token(place)
         if first is None or encoding.token_to_chars(first)[0] != place:
             return False

@@ -160,7 +160,10 @@ def abs_id(token: Any) -> int:
 
 @dataclass(kw_only=True)
 class _Search:
-    """Finds how many of the places where a conversation may begin, counted from its end, leave it within a block."""
+    """Finds how many of the places where a conversation may begin, counted from its end, leave it within a block.
+
+    The number doubles until one does not fit, then the interval is halved.
+    """
 
     request: Request
     places: list[int]

@@ -1,4 +1,4 @@
-"""`train` and `launch`: a table and a base model in, a model folder out; or the user's own code as N ranks.
+"""`train`: a table and a base model in, a model folder out.
 
 In: a job. Out: a run folder with checkpoints, metrics and the trained model.
 Read `run.py` first (the driver of one run), then `loop.py` (what each rank runs).

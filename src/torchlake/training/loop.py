@@ -40,7 +40,7 @@ from torchlake.progress import progress as progress_bar
 from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
 from torchlake.training.model.setup import make_train_state
-from torchlake.training.model.writing import Exercises, choose_exercises, store_texts, write_answers
+from torchlake.training.model.writing import Prompts, choose_prompts, store_texts, write_answers
 from torchlake.training.rows import (
     RankSettings,
     Rows,
@@ -98,7 +98,7 @@ def _run(
     training, held_out = load_rows(settings, group)
     validation = None if held_out is None else pack_rows(held_out, settings.spec)
     train = settings.job.train
-    exercises = None if held_out is None else choose_exercises(settings.job, settings.spec, held_out)
+    prompts = None if held_out is None else choose_prompts(settings.job, settings.spec, held_out)
     total = total_steps(train, steps_per_epoch(training, train, settings.spec))
     schedule.check(total, train)
     state, progress = make_train_state(settings, group, training)
@@ -110,7 +110,7 @@ def _run(
     if group.device.type in TRIED_ON:
         try_largest(state, largest_batch(training, state, settings), train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
-        train_loop(settings, state, progress, training, (validation, exercises), stop_requested, writer)
+        train_loop(settings, state, progress, training, (validation, prompts), stop_requested, writer)
         writer.finish()
     metrics = progress.best["metrics"] if progress.best else {LOSS: progress.loss}
     card = {
@@ -143,7 +143,7 @@ def train_loop(
     state: TrainState,
     progress: TrainProgress,
     training: Rows,
-    validating: tuple[Rows | None, Exercises | None],
+    validating: tuple[Rows | None, Prompts | None],
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> None:
@@ -151,7 +151,7 @@ def train_loop(
 
     `validating` has the validation rows, and the prompts that the model answers at each validation.
     """
-    (validation, exercises), train, group = validating, settings.job.train, state.group
+    (validation, prompts), train, group = validating, settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
@@ -184,7 +184,7 @@ def train_loop(
             if validation is not None and validate_now:
                 outcome = None
                 if not votes.stop:  # else it could take longer than a cluster's grace period
-                    outcome = _validate(settings, state, progress, (validation, exercises), stop_requested, writer)
+                    outcome = _validate(settings, state, progress, (validation, prompts), stop_requested, writer)
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
@@ -222,17 +222,17 @@ def _validate(
     settings: RankSettings,
     state: TrainState,
     progress: TrainProgress,
-    validating: tuple[Rows, Exercises | None],
+    validating: tuple[Rows, Prompts | None],
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> metrics_log.Line | None:
     """Validate the model, or the average of its weights, and save it if it is the best so far. None if a stop was
     requested."""
-    averaged, (rows, exercises) = settings.job.train.ema is not None, validating
+    averaged, (rows, prompts) = settings.job.train.ema is not None, validating
     with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
         outcome = validate(state, rows, stop_requested)
-        if outcome is not None and exercises is not None:
-            answers = write_answers(state, exercises, stop_requested)
+        if outcome is not None and prompts is not None:
+            answers = write_answers(state, prompts, stop_requested)
             outcome = None if answers is None else outcome | answers[0]
             if answers is not None and state.group.rank == 0:
                 store_texts(Path(settings.run), progress.step, answers[1])

@@ -1,4 +1,4 @@
-"""The journal of a chunk whose rows take long: rows are kept as they end, so that the next attempt makes the others.
+"""The journal of a chunk whose rows take long: rows are kept as they end, so that the next attempt computes the others.
 
 Each attempt at a chunk appends to a file of its own, and reads those of all attempts before it, dead or alive, on any
 engine. A record is
@@ -9,9 +9,9 @@ so a record that was torn by a kill, damaged, or made by another job is not read
 the input file, the chunk, the model and the options, and the mark is a hash of the row's own inputs. The records of a
 row that has not ended are pieces of its result, each at its offset.
 
-On a file system each record is written at once, and synced every `SYNC_S` for the loss of a machine. In an object store
-records wait up to `SYNC_S` and become an object. A chunk's files are removed when its part is written, and all of them
-with the commit.
+On a file system each record is written at once, and synced every `SYNC_S` in case the machine is lost. In an object
+store records wait up to `SYNC_S` and become an object. A chunk's files are removed when its part is written, and all of
+them with the commit.
 """
 
 import hashlib

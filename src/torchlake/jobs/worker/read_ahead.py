@@ -1,4 +1,4 @@
-"""A worker of a chunk job: it reads one chunk ahead, in a thread, while it makes the rows of the current one.
+"""A worker of a chunk job: it reads one chunk ahead, in a thread, while it computes the rows of the current one.
 
 A chunk that may have a poison row runs without any work on another chunk beside it; `poison_rows.py` decides which.
 Cost: one chunk in memory besides the one being worked on. Where chunks are small, because their rows are slow, several

@@ -1,7 +1,7 @@
 """The texts of chunks, kept as they end: what the journal and the attempt's log get while a model writes.
 
     answers (W,) int32, without NOTHING at the end   the records of `journal.py`
-    rows left, tokens written                        the notes of `poison_rows.py`: progress, and who is to blame
+    rows left, tokens written                        the notes of `poison_rows.py`: progress, and suspects
 
 Every `PIECE_S` the tokens of the rows that have not ended are kept, too: one row may take minutes.
 """

@@ -3,8 +3,8 @@
     nf4      4 bits: blocks of 64 share a scale, and blocks of 256 scales share another (double quantization)
     int8     8 bits: each output's weights share a scale
 
-A layer keeps its packed weights and computes with a copy in the type of its input, made again in the backward pass; the
-input has the type of `train.precision`. Packed weights and scales are plain parameters and buffers: they are moved,
+A layer keeps its packed weights and unpacks a copy in the type of its input, again in the backward pass; the input
+has the type of `train.precision`. Packed weights and scales are plain parameters and buffers: they are moved,
 broadcast and sharded like those of other layers. Weights are quantized in main memory, so that they are the same on
 every machine. Not quantized: embeddings, norms, heads, and everything beside the model's list of layers.
 """

@@ -94,7 +94,7 @@ class Followed:
     name: str
     "The table's name, the same at every version."
     id: str
-    "The table's own id: another one if the table was dropped and made again under its name."
+    "The table's own id: another one if the table was dropped and recreated under its name."
     position: int
     "The position of the current version; below 0 for a table without versions."
     at: Callable[[int], str]

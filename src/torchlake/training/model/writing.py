@@ -39,7 +39,7 @@ from torchlake.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exercises:
+class Prompts:
     """Prompts (token ids), shortest first, and the texts that are expected."""
 
     options: WritingConfig
@@ -49,7 +49,7 @@ class Exercises:
     expected: list[str]
 
 
-def choose_exercises(job: Job, spec: TaskSpec, rows: Rows) -> Exercises | None:
+def choose_prompts(job: Job, spec: TaskSpec, rows: Rows) -> Prompts | None:
     """Return what the model answers at each validation, from `rows`, which are not packed; None if it does not write.
 
     Rows without an answer, or without space for one after the prompt, are left out. Raises DataError if none is left.
@@ -76,17 +76,17 @@ def choose_exercises(job: Job, spec: TaskSpec, rows: Rows) -> Exercises | None:
             f"{options.max_new_tokens} tokens. Lower train.validate_writing.max_new_tokens, or leave it out."
         )
     pairs.sort(key=lambda pair: len(pair[0]))
-    return Exercises(
+    return Prompts(
         options=options, folder=folder, prompts=[pair[0] for pair in pairs], expected=[pair[1] for pair in pairs]
     )
 
 
 def write_answers(
-    state: TrainState, exercises: Exercises, stop_requested: Callable[[], bool]
+    state: TrainState, prompts: Prompts, stop_requested: Callable[[], bool]
 ) -> tuple[dict[str, float], list[dict[str, str]]] | None:
     """Return the metric, and prompts with written and expected texts, on every rank; None if one was asked to stop."""
-    group, options = state.group, exercises.options
-    count, width = len(exercises.prompts), options.max_new_tokens
+    group, options = state.group, prompts.options
+    count, width = len(prompts.prompts), options.max_new_tokens
     whole = np.zeros((count, width), dtype=np.float32)
     doing = "writing for a validation"
     share = np.array_split(np.arange(count), group.data_ranks)
@@ -94,16 +94,16 @@ def write_answers(
     mine = share[group.data_rank]
     # Every rank answers as many prompts, because sharded weights are gathered by all ranks together.
     padded = np.append(mine, np.full(most - len(mine), count - 1)).astype(np.int64)
-    size = max(1, state.micro_batch_tokens // (len(exercises.prompts[-1]) + width))
-    tokenizer: Any = load_tokenizer(exercises.folder)
+    size = max(1, state.micro_batch_tokens // (len(prompts.prompts[-1]) + width))
+    tokenizer: Any = load_tokenizer(prompts.folder)
     state.module.eval()
     try:
         with computing(state) as model:
-            answer = _answerer(state, model, exercises, tokenizer)
+            answer = _answerer(state, model, prompts, tokenizer)
             for first in range(0, most, size):
                 chosen = padded[first : first + size]
                 with distributed.explain_lost_peers(group, doing):
-                    answers = answer([exercises.prompts[row] for row in chosen])
+                    answers = answer([prompts.prompts[row] for row in chosen])
                 if group.counts:
                     own = mine[first : first + size]
                     whole[own] = answers[: len(own)]
@@ -113,10 +113,10 @@ def write_answers(
         state.module.train()
     whole = distributed.all_sum_array(group, whole, doing).astype(np.int64)
     written = [decoded(tokenizer, row[(row != NOTHING) & (row != END)]) for row in whole]
-    value = measure(options.metric, written, exercises.expected)
+    value = measure(options.metric, written, prompts.expected)
     texts = [
         {"prompt": tokenizer.decode(prompt), "written": text, "expected": wanted}
-        for prompt, text, wanted in zip(exercises.prompts, written, exercises.expected, strict=True)
+        for prompt, text, wanted in zip(prompts.prompts, written, prompts.expected, strict=True)
     ]
     return {options.metric: value}, texts
 
@@ -149,16 +149,16 @@ def computing(state: TrainState) -> Iterator[Any]:
 
 
 def _answerer(
-    state: TrainState, model: Any, exercises: Exercises, tokenizer: Any
+    state: TrainState, model: Any, prompts: Prompts, tokenizer: Any
 ) -> Callable[[list[np.ndarray]], np.ndarray]:
     """Return the function from prompts to answers (B, W)."""
     from torchlake.runtimes._generating import generator
 
     generate = generator(
         model,
-        exercises.folder,
-        GenerationOptions(max_new_tokens=exercises.options.max_new_tokens),
-        ends=state.task.end_tokens(exercises.folder, tokenizer, state.spec),
+        prompts.folder,
+        GenerationOptions(max_new_tokens=prompts.options.max_new_tokens),
+        ends=state.task.end_tokens(prompts.folder, tokenizer, state.spec),
         while_training=True,
         together=state.group.world_size > 1 and _is_sharded(state.module),
     )
