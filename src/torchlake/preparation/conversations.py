@@ -81,6 +81,8 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
         raise UsageError(
             f"data.too_long: rows of {spec.text!r} go on in the next block. Remove it, or set data.pack: whole."
         )
+    if spec.rows.pack == "stream" and chat:
+        raise UsageError(f"data.pack: stream: {spec.text!r} holds conversations, which are packed whole. Remove it.")
     if (spec.rows.system or spec.rows.messages) and not chat:
         name = "data.system" if spec.rows.system else "data.messages"
         raise UsageError(f"{name}: {spec.text!r} holds text, not conversations. Remove the setting.")

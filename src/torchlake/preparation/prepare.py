@@ -219,7 +219,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         if settings.bad_rows == "error":
             _refuse_bad_rows(chunk, made["error"], accepted=TOO_LONG if spec.rows.too_long == "drop" else None)
         if score is not None:
-            made = score(made, attempt)
+            made = score(chunk, made, attempt)
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[WrittenChunk]:

@@ -28,6 +28,7 @@ from torchlake.models import load
 from torchlake.models.folders import base_folder, model_hash, tokenizer_hash
 from torchlake.scoring.scorer import device, worker_memory
 from torchlake.tables.arrays import from_numpy
+from torchlake.tables.plan import Chunk
 
 COLUMN = "reference"
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
@@ -82,7 +83,7 @@ def check_same_vocabulary(reference: Path, model: Path, where: str) -> None:
         )
 
 
-Score = Callable[[pa.Table, Attempt], pa.Table]
+Score = Callable[[Chunk, pa.Table, Attempt], pa.Table]
 
 
 def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Score:
@@ -114,7 +115,7 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         layout = dict(zip(task.kept_back, (made.places, made.targets, made.slots, made.columns), strict=False))
         return np.asarray(task.sums(answer, layout, len(rows))[:, :2].cpu().numpy())
 
-    def scored(made: pa.Table, attempt: Attempt) -> pa.Table:
+    def scored(chunk: Chunk, made: pa.Table, attempt: Attempt) -> pa.Table:
         good = np.flatnonzero(np.asarray(made["error"].is_null()))
         if not len(good):
             return made
@@ -135,9 +136,8 @@ def make_reference(reference: Reference, spec: TaskSpec, processor: Any) -> Scor
         attempt.idle()
         if not np.isfinite(found).all():
             row = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
-            raise DataError(
-                f"row {row}: the reference {reference.folder} gives it a log-probability that is not finite"
-            )
+            at = f"{chunk.file} row {chunk.number(row)}"
+            raise DataError(f"{at}: the reference {reference.folder} gives it a log-probability that is not finite")
         place = made.schema.get_field_index(COLUMN)
         return made.set_column(place, made.schema.field(place), to_arrow(found, made.schema.field(place).type))
 

@@ -171,9 +171,23 @@ def _differences(before: Job, now: Job) -> list[str]:
     return differences(*(job.model_dump(mode="json") for job in (before, now)))
 
 
+ADDED: dict[str, Any] = {
+    "train.batch_norm": "shared",
+    "model.lora.rslora": False,
+    "model.lora.dora": False,
+    "model.lora.init": "default",
+    "model.lora.learning_rate_ratio": 1.0,
+    "model.lora.merge": True,
+}
+"Settings that checkpoints of earlier versions do not name, with the values that they had."
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that may not change and differ between two jobs, given as plain values: one line each."""
-    one, other = flat(before), flat(now)
+    # "all" was the name of the default of data.learn.
+    one, other = (
+        {**each, "data.learn": None} if each.get("data.learn") == "all" else each for each in map(flat, (before, now))
+    )
     return [
         f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
         for name in dict.fromkeys([*one, *other])
@@ -187,6 +201,8 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
     """
     values = redacted(flat(job.model_dump(mode="json")))
     settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LOCATION_FIELDS}
+    settings = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
+    settings["data.learn"] = settings["data.learn"] or "all"
     task = {
         f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in spec_to_json(spec).items()
     }

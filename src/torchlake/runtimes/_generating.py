@@ -178,6 +178,8 @@ def _in_parts(generate: Forward, *, one_by_one: bool) -> Forward:
             parts.append(
                 generate(input_ids=input_ids[rows, :length], attention_mask=attention_mask[rows, :length], **own)
             )
+            if watch is not None:  # the next part may take long
+                watch.report(watch.rows[rows], np.ones(len(rows), bool), parts[-1].__getitem__)
             places.append(rows)
         answers: np.ndarray = np.concatenate(parts)[np.argsort(np.concatenate(places))]
         return answers

@@ -46,6 +46,8 @@ MARKER = "in_process"
 SMALL_ROWS = 100
 "Above this number of rows, child processes take no longer, and isolate crashes."
 ROUNDS, ROWS_AHEAD = 2, 512
+MOST_AHEAD = 64
+"Chunks that are read ahead at most: each holds four open files."
 CLUSTER_PROCESSES = 16
 "The processes of a cluster that were not given, for the number of chunks that are read ahead only."
 
@@ -235,7 +237,7 @@ def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, items: Seque
         here if engine is None or isinstance(engine, Local) else CLUSTER_PROCESSES
     )
     mean = sum(chunk.rows for chunk, _ in items) / len(items)
-    return max(1, min(int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
+    return max(1, min(MOST_AHEAD, int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
 
 
 def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:

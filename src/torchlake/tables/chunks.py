@@ -58,7 +58,7 @@ class RowCost:
         mean = size / max(1, rows)
         seconds = max(self.row_s + self.byte_s * mean, 1e-9)
         most = max(1, rows // MOST_CHUNKS, min(max(rows // CHUNKS, FEWEST_ROWS), MIN_ROWS, int(CHUNK_S / seconds)))
-        return most, min(MAX_BYTES, max(1, int(2 * most * mean))) if self.byte_s else MAX_BYTES
+        return most, min(MAX_BYTES, max(1, int(2 * most * mean))) if self.byte_s and size else MAX_BYTES
 
     @property
     def segment_rows(self) -> int:

@@ -80,7 +80,7 @@ def tokenize_pairs(
         if over > length and how.too_long in ("drop", "error"):
             found.errors[row] = f"{TOO_LONG}: {over:,} tokens, and model.max_length is {length:,}"
             continue
-        pair = _fitted(_from_one_prompt(one, other), length, at_end=how.too_long == "cut_end")
+        pair = _fitted(_from_one_prompt(one, other), length, tokenizer.bos_token_id, at_end=how.too_long == "cut_end")
         found.cut[row] = sum(before[2 * at : 2 * at + 2]) - len(pair[0]) - len(pair[1])
         if not all(any(token >= 0 for token in ids[1:]) for ids in pair):
             found.errors[row] = f"{NO_ANSWER}: the prompt alone fills the {length:,} tokens of a row"
@@ -194,9 +194,16 @@ def _from_message(prompt: Text, place: int) -> Text:
     return [*(one for one in prompt[:1] if one.get("role") in ("system", "developer")), *prompt[place:]]
 
 
-def _fitted(pair: tuple[list[int], list[int]], length: int, *, at_end: bool) -> tuple[list[int], list[int]]:
-    """Return both answers in at most `length` tokens: without the end, or without the start of the prompt first."""
+def _fitted(
+    pair: tuple[list[int], list[int]], length: int, begin: int | None, *, at_end: bool
+) -> tuple[list[int], list[int]]:
+    """Return both answers in at most `length` tokens: without the end, or without the start of the prompt first.
+
+    The token `begin` stays.
+    """
     prompt = next((place for place, token in enumerate(pair[0]) if token >= 0), len(pair[0]))
     over = max(0, max(map(len, pair)) - length)
-    from_prompt = 0 if at_end else min(over, max(0, prompt - 1))
-    return pair[0][from_prompt:][:length], pair[1][from_prompt:][:length]
+    kept = int(begin is not None and pair[0][:1] == [~begin])
+    end = kept + (0 if at_end else min(over, max(0, prompt - 1 - kept)))
+    one, other = ([*ids[:kept], *ids[end:]][:length] for ids in pair)
+    return one, other

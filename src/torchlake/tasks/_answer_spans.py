@@ -72,6 +72,8 @@ def answers_in(
         text, own = (whole, marks) if at + 1 == len(messages) else make(messages[: at + 1], False)
         same = text.startswith(prompt)
         start = len(prompt) if same else next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
+        if not same:
+            _check_beginning(make, messages[:at], text, start)
         spans = [each for each in own if each[1] > start] if marked else [(start, _stop(text, start, end))]
         if spans:
             found.append(Rendered(text, spans, [len(prompt) if same else -1], at + 1))
@@ -83,6 +85,16 @@ def answers_in(
     spans = [span for each in found for span in each.spans or ()]
     learned = marks if marked and not (first or last) else spans
     return [Rendered(whole, learned, [each.prompts[0] for each in found], len(messages))]
+
+
+def _check_beginning(make: Make, before: Sequence[Mapping[str, Any]], text: str, start: int) -> None:
+    """Raise ValueError if a prompt differs from the text with its answer before the answer's turn begins."""
+    try:
+        alone, _ = make(before, False)
+    except Exception:  # the template wants an answer after these messages
+        return
+    if start < len(alone) and text[: start + 1] == alone[: start + 1]:
+        raise ValueError("the template changes the messages before an answer, once it is there")
 
 
 def _stop(text: str, start: int, end: str | None) -> int:
@@ -132,13 +144,16 @@ class AnswerEncoder:
             return ids, 0
         learned = np.zeros(len(ids), dtype=bool)
         for start, stop in made.spans:
-            first = encoding.char_to_token(start) if stop > start else None
-            if first is not None:  # None: the text ends before the span
-                last = encoding.char_to_token(stop - 1)
+            # Some characters have no token, such as spaces that the tokenizer strips.
+            tokens = (encoding.char_to_token(place) for place in range(start, stop))
+            first = next((token for token in tokens if token is not None), None)
+            if first is not None:  # None: the span is empty, or the text ends before it
+                tokens = (encoding.char_to_token(place) for place in range(stop - 1, start - 1, -1))
+                last = next(token for token in tokens if token is not None)
                 # A character of several bytes may be several tokens, of which that is the first.
-                while last is not None and last + 1 < len(ids) and _begins_before(encoding, last + 1, stop):
+                while last + 1 < len(ids) and _begins_before(encoding, last + 1, stop):
                     last += 1
-                learned[first : len(ids) if last is None else last + 1] = True
+                learned[first : last + 1] = True
         return np.where(learned, ids, ~ids), self._merged(encoding, made, ids, whole)
 
     def _merged(self, encoding: Any, made: Rendered, ids: np.ndarray, whole: bool) -> int:
@@ -154,7 +169,7 @@ class AnswerEncoder:
     def _follows(self, encoding: Any, text: str, place: int, ids: np.ndarray, whole: bool) -> bool:
         """Return whether the tokens before the character `place` are those of the prompt alone.
 
-        Added tokens split a text, so only what follows the last one before it has to be tokenized.
+        Added tokens split the string, so only what follows the last one before it has to be tokenized.
         """
         first = encoding.char_to_token(place)
         if first is None or encoding.token_to_chars(first)[0] != place:

@@ -57,7 +57,8 @@ class SharedBatchNorm(nn.BatchNorm2d):
         number, wide = x.numel() // x.shape[1], x.float()
         center, spread = (torch.zeros(x.shape[1], device=x.device) for _ in range(2))
         # torch.batch_norm: that of nn.functional refuses one value per channel.
-        made = torch.batch_norm(wide, self.weight, self.bias, center, spread, True, 1.0, self.eps, True)
+        weight, bias = (each if each is None else each.float() for each in (self.weight, self.bias))
+        made = torch.batch_norm(wide, weight, bias, center, spread, True, 1.0, self.eps, True)
         center = center.double()
         spread = (spread.double() * ((number - 1) / number)).nan_to_num()  # torch's variance of one number is NaN
         count = center.new_tensor([counts * number])

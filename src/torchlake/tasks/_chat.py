@@ -79,7 +79,10 @@ def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]
     messages = json.loads(value) if written else value
     if not isinstance(messages, list) or not messages:
         raise ValueError("it is not a list of messages, or it is empty")
-    return [_message(number, each, names, written) for number, each in enumerate(messages, start=1)]
+    read = [_message(number, each, names, written) for number, each in enumerate(messages, start=1)]
+    if written and "\\ud" in value.lower():
+        json.dumps(read, ensure_ascii=False).encode()  # half a surrogate pair is not text: UnicodeEncodeError
+    return read
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -136,7 +139,7 @@ def _part(number: int, part: Any) -> str:
     """Return the text of a part of message `number`."""
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    kind = (part.get("type") or "text") if isinstance(part, dict) else type(part).__name__
     text = part.get("text") if isinstance(part, dict) and str(kind).endswith("text") else None
     if not isinstance(text, str):
         raise ValueError(f"message {number} has a part of type {kind}; this model reads texts")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
-from torchlake.tasks._chat import Names, read_messages
+from torchlake.tasks._chat import read_messages
 from torchlake.tasks._rendering import Request, render
 
 Side = str | list[dict[str, Any]]
@@ -29,7 +29,8 @@ def completion_ids(
 
     `options` are further variables of the chat template. Raises ValueError in words for a row error; see `row_error`.
     """
-    [found] = all_completion_ids(tokenizer, [(prompt, completion, tools)], options=options)
+    asked, answer = (side if isinstance(side, str) else read_messages(side) for side in (prompt, completion))
+    [found] = all_completion_ids(tokenizer, [(asked, answer, tools)], options=options)
     if isinstance(found, ValueError):
         raise found
     return found
@@ -92,13 +93,15 @@ def request_of(
     completion: Side,
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
-    *,
-    names: Names | None = None,
 ) -> Request:
-    """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer."""
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, names)
-    said = [{"role": "assistant", "content": completion}]
-    answer = said if isinstance(completion, str) else read_messages(completion, names)
+    """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer.
+
+    Messages are as `read_messages` returns them.
+    """
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if not asked or not answer:
+        raise ValueError("it is not a list of messages, or it is empty")
     return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
 
 

@@ -119,6 +119,10 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
     That is RenderLimitExceeded, or a ValueError with the template's own words. After MAX_CONSECUTIVE_LIMITS
     conversations over a limit the others are not tried. Raises DataError if the renderer cannot start.
     """
+    if not requests:
+        return []
+    if not tokenizer.chat_template:
+        return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     template_key = json.dumps(
         [tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map), sorted(special)], default=str

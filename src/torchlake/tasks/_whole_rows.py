@@ -19,7 +19,16 @@ from torchlake.config.task_spec import RowOptions
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import Features, text_features
 from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
-from torchlake.tasks._chat import Names, is_chat, read_chats, read_messages, read_tools, row_error, with_system
+from torchlake.tasks._chat import (
+    Names,
+    is_chat,
+    looks_like_chats,
+    read_chats,
+    read_messages,
+    read_tools,
+    row_error,
+    with_system,
+)
 from torchlake.tasks._completions import ended, joined, request_of
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._rendering import Request, render
@@ -31,6 +40,8 @@ NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
 MOST_TURNS = 64
 "A conversation with more answers is measured before they are found, which takes two renderings for each."
 SYSTEM = ("system", "developer")
+FOLLOWING = ("assistant", "tool", "function")
+"Roles that answer a message before them."
 
 
 @dataclass(kw_only=True)
@@ -183,7 +194,7 @@ class _Search:
         places = [
             at
             for at in range(head + 1, last)
-            if (messages[at]["role"] == role if role else messages[at]["role"] != "assistant")
+            if (messages[at]["role"] == role if role else messages[at]["role"] not in FOLLOWING)
             and (not request.first or at < request.first)
         ]
         return cls(request=request, places=places, bad=len(places) + 1, next=min(1, len(places)))
@@ -223,6 +234,8 @@ def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, l
         [one] = making.sequences[row]
         if len(one.ids) <= length:
             again[row] = measured[row]
+        elif options.too_long == "cut_end":  # as many messages fill a block
+            again[row] = replace(measured[row], messages=measured[row].messages[:length])
         one.request = measured[row]
     making.chats(again)
     making.fit()
@@ -252,13 +265,12 @@ def _rows_of(
             texts[row] = Rendered(value)
         elif isinstance(answers[row], str) and not answers[row].strip():
             continue
-        elif chat or not isinstance(answers[row], str):
+        elif chat or _is_chat(answers[row], names):
             try:
-                asked, answer = (
-                    read_messages(each, names) if options.chat and str(each).lstrip()[:1] == "[" else each
-                    for each in (value, answers[row])
-                )
-                made = request_of(asked, answer, None if called is None else read_tools(called[row]), names=names)
+                read = not isinstance(value, str) or (options.chat and value.lstrip()[:1] == "[")
+                asked = read_messages(value, names) if read else value
+                answer = read_messages(answers[row], names) if _is_chat(answers[row], names) else answers[row]
+                made = request_of(asked, answer, None if called is None else read_tools(called[row]))
                 messages = with_system([*made.messages], options.system)
                 first = made.first + len(messages) - len(made.messages)
                 requests[row] = replace(made, messages=messages, first=first, want=want)
@@ -267,6 +279,13 @@ def _rows_of(
         else:
             texts[row] = joined(value, answers[row])
     return texts, requests
+
+
+def _is_chat(completion: Any, names: Names | None) -> bool:
+    """Return whether a completion is messages, or their JSON text; one in brackets may be text, too."""
+    if not isinstance(completion, str):
+        return True
+    return completion.lstrip()[:1] == "[" and looks_like_chats([completion], names)
 
 
 def _turns(request: Request) -> int:

@@ -232,7 +232,8 @@ def _validate(
     with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
         outcome = validate(state, rows, stop_requested)
         if outcome is not None and prompts is not None:
-            answers = write_answers(state, prompts, stop_requested)
+            with state.restart_on_out_of_memory(rows, "writing for a validation"):
+                answers = write_answers(state, prompts, stop_requested)
             outcome = None if answers is None else outcome | answers[0]
             if answers is not None and state.group.rank == 0:
                 store_texts(Path(settings.run), progress.step, answers[1])

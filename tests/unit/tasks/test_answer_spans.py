@@ -108,7 +108,7 @@ def check(name: str, chat: list[dict[str, Any]]) -> None:
     assert answers(sequences(rows_of(plain, chat, learn="last"))) == answers(ours)[-1:]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sweep(TEMPLATES, quick={"llama3", "phi3"}))
 def test_answers_are_what_transformers_marks_in_ten_templates(name: str) -> None:
     for chat in (
         conversation("good ?", "yes , all"),
@@ -131,7 +131,7 @@ def test_a_template_that_changes_earlier_turns_gives_each_answer_its_own_sequenc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sweep(TEMPLATES, quick={"llama3", "phi3"}))
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_answers_of_any_texts(name: str, data: st.DataObject) -> None:
@@ -301,3 +301,39 @@ def test_conversations_as_text_of_any_type(kind: pa.DataType) -> None:
     assert not _chat.looks_like_chats(["[1, 2]"])
     rows = whole_rows(tokenizer("chatml", marked=False), {"text": column}, RowOptions(chat=True), 64, "answers")
     assert rows.errors == {1: "null_input", 2: "null_input"}
+
+
+def test_strings_need_no_template_and_messages_do() -> None:
+    made = tokenizer("llama3", marked=False)
+    made.chat_template = None
+    texts = {"text": pa.array(["good ?", "a film"]), "completion": pa.array([" yes", "[1, 2]"])}
+    assert not whole_rows(made, texts, RowOptions(pack="whole"), 64, "answers").errors
+    chats = {"text": pa.array([conversation("good ?", "yes")])}
+    [error] = whole_rows(made, chats, RowOptions(pack="whole"), 64, "answers").errors.values()
+    assert error == "bad_chat: the tokenizer has no chat template"
+
+
+@pytest.mark.parametrize("too_long", ["cut_start", "cut_end"])
+def test_nothing_but_answers_is_learned_of_a_long_conversation(too_long: str) -> None:
+    made = tokenizer("llama3", marked=False)
+    chat = conversation(*("ask", "yes") * 70)
+    found = whole_rows(made, {"text": pa.array([chat])}, RowOptions(pack="whole", too_long=too_long), 128, "answers")
+    ids = found.arrays["input_ids"].values
+    learned = made.decode([token for token in ids if token >= 0])
+    assert len(ids) <= 128
+    assert "yes" in learned
+    assert "ask" not in learned
+
+
+def test_half_a_surrogate_pair_and_text_in_brackets() -> None:
+    made = tokenizer("llama3", marked=False)
+    prompts = [json.dumps(conversation(text)) for text in ("\ud83d", "good ?", "good ?")]
+    answers = ["yes", "[1, 2]", json.dumps([{"role": "assistant", "content": "yes"}])]
+    inputs = {"text": pa.array(prompts), "completion": pa.array(answers)}
+    found = whole_rows(made, inputs, RowOptions(pack="whole", chat=True), 128, "answers")
+    assert [*found.errors] == [0]
+    assert found.errors[0].startswith("bad_chat:")
+    rows = found.arrays["input_ids"]
+    said = [made.decode([token for token in row if token >= 0]) for row in np.split(rows.values, rows.offsets[1:-1])]
+    assert "[1, 2]" in said[1]
+    assert "role" not in said[2]

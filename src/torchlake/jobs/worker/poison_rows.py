@@ -243,6 +243,8 @@ class Attempts:
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
         """Log in each chunk's log that a step of its rows begins; see `Attempt.running`."""
         own = self._split(rows)
+        for number in set(self._running) - own.keys():  # a later death is not due to its rows
+            self._all[number].idle()
         self._running = list(own)
         with ExitStack() as stack:
             for number, some in own.items():

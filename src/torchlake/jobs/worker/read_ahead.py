@@ -8,7 +8,7 @@ are read ahead, and those that are ready share batches.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -102,8 +102,7 @@ def reading_ahead(
 
     def begin(items: Iterator[tuple[Chunk, str]]) -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
         """Pull a chunk and read it; if it must run alone, or is done, return the function that gives its result."""
-        item = next(items, None)  # waits until the engine has another chunk
-        if item is None:
+        if (item := next(items, None)) is None:  # waits until the engine has another chunk
             return None
         chunk, name = item
         if (part := parts.find(name, chunk.index, chunk.rows)) is not None:
@@ -119,11 +118,12 @@ def reading_ahead(
         def pull() -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
             begun = begin(items)
             if isinstance(begun, Ready) and len(waiting) < most:
-                waiting.append(thread.submit(pull))
+                with suppress(RuntimeError):  # the worker has ended
+                    waiting.append(thread.submit(pull))
             return begun
 
-        with ThreadPoolExecutor(1, thread_name_prefix="read") as thread, ExitStack() as stack:
-            stack.callback(_close, waiting)
+        with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="read") as thread:
+            stack.callback(_close, waiting)  # after the thread has ended, which may still be reading
             waiting.append(thread.submit(pull))
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):

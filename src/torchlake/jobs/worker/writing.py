@@ -10,7 +10,7 @@ import hashlib
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
+from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.models.generation import NOTHING, Answers, Watch
@@ -64,6 +65,8 @@ class Writing:
         self._attempt = attempt
         self._kept: dict[int, int] = {}
         "How many tokens of a row that has not ended this attempt has kept."
+        self._left: set[int] = set()
+        "Rows of the batch that have not ended."
         self._saved = self._noted = time.monotonic()
         if self.known:
             with attempt.running("score", sorted(self.known)):  # they count as progress
@@ -77,6 +80,7 @@ class Writing:
 
     def watch(self, rows: np.ndarray) -> Watch:
         """Return the watch of a batch; all of its rows have as many tokens that were written before."""
+        self._left = set(rows.tolist())
         begun = np.array([self.begun.get(row, ()) for row in rows.tolist()], np.int32).reshape(len(rows), -1)
         return Watch(self._report, rows, begun)
 
@@ -90,6 +94,7 @@ class Writing:
 
     def _report(self, rows: np.ndarray, ended: np.ndarray, answers: Answers) -> None:
         self._attempt.advance()
+        self._left -= set(rows[ended].tolist())
         running = np.array([row not in self.known for row in rows.tolist()], bool)
         self.tokens += int(running.sum())
         new = running & ended
@@ -101,12 +106,13 @@ class Writing:
             self._keep(rows[~ended].tolist(), answers(np.flatnonzero(~ended)))
         if now - self._noted > NOTE_S:
             self._noted = now
-            self._attempt.narrow(rows[~ended].tolist(), self.tokens)
+            self._attempt.narrow(sorted(self._left), self.tokens)  # a batch may be written in several parts
 
     def _keep(self, rows: Sequence[int], answers: np.ndarray) -> None:
         for row, answer in zip(rows, answers, strict=True):
             tokens, kept = answer[answer != NOTHING].astype("<i4"), self._kept.get(row, 0)
-            if (tokens >= 0).all():  # not of a row whose model gave NaN
+            # Not of a row whose model gave NaN, and not what is written again after memory ran out.
+            if len(tokens) > kept and (tokens >= 0).all():
                 journal, number = self._at(row)
                 journal.extend(number, 4 * kept, tokens[kept:].tobytes())
                 self._kept[row] = len(tokens)
@@ -120,7 +126,8 @@ def kept(location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Atte
         yield writing
     except BaseException:
         for journal in writing.journals:
-            journal.close()
+            with suppress(StorageError):  # the first error is the cause
+                journal.close()
         raise
     for journal in writing.journals:
         journal.remove()

@@ -57,10 +57,10 @@ def describe_base(base: str, *, quantize: str | None) -> Base:
 def read_base(folder: Path) -> Base:
     """Return what base.json says. Raises DataError if it is incomplete."""
     values = atomic_io.read_json(folder / RECORD)
-    try:
-        return Base(**{name: values.get(name) for name in Base.__dataclass_fields__})
-    except AttributeError:
-        raise DataError(f"{folder / RECORD}: names no base; it has the keys name, revision and hash") from None
+    if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("name", "hash")):
+        raise DataError(f"{folder / RECORD}: names no base; it has the keys name, revision and hash")
+    found: dict[str, Any] = {name: values.get(name) for name in Base.__dataclass_fields__}
+    return Base(**found)
 
 
 def write_base(folder: Path, base: Base) -> None:

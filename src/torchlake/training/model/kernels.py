@@ -127,7 +127,8 @@ def find_first_token_part(model: nn.Module, task: Any, batches: Sequence[probes.
         finally:
             for hook in hooks:
                 hook.remove()
-        if not found:
+        constant = all(probes.agree(each, each[:1].expand_as(each)) for each in expected)
+        if not found or constant:  # outputs that depend on nothing cannot show it
             return None
         cut = keep_first_token(model, found[0])
         try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from torchlake.optim.parameters import freeze, layer_scales, layers
 from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
 from torchlake.tasks import Task
+from torchlake.tasks._batch_norm import SharedBatchNorm
 from torchlake.training.model import kernels, lora
 from torchlake.training.model.traits import Traits, find_traits, stores_all
 from torchlake.training.rows import RankSettings, Rows
@@ -133,8 +134,8 @@ def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool, draw: bool) -> 
     torch.manual_seed(job.train.seed)
     base = task.base_model(base_folder(job.model.base), spec, empty=empty)
     for layer in base.modules():
-        if hasattr(layer, "local"):
-            cast(Any, layer).local = job.train.batch_norm == "local"
+        if isinstance(layer, SharedBatchNorm):
+            layer.local = job.train.batch_norm == "local"
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base

@@ -30,7 +30,7 @@ from torchlake.data.packing import input_ids_of
 from torchlake.errors import DataError
 from torchlake.evaluation.writing import measure
 from torchlake.models.folders import base_folder
-from torchlake.models.generation import END, NOTHING, GenerationOptions, decoded
+from torchlake.models.generation import GenerationOptions, decoded
 from torchlake.models.load import load_tokenizer, positions
 from torchlake.optim.precision import ComputeWeights
 from torchlake.runs.folder import WRITTEN
@@ -112,7 +112,7 @@ def write_answers(
     finally:
         state.module.train()
     whole = distributed.all_sum_array(group, whole, doing).astype(np.int64)
-    written = [decoded(tokenizer, row[(row != NOTHING) & (row != END)]) for row in whole]
+    written = [decoded(tokenizer, row[row >= 0]) for row in whole]  # others are ends, and numbers that are not finite
     value = measure(options.metric, written, prompts.expected)
     texts = [
         {"prompt": tokenizer.decode(prompt), "written": text, "expected": wanted}
