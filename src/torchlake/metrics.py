@@ -139,8 +139,8 @@ def bootstrapped(
 
 
 def lower_is_better(metric: str, directions: Mapping[str, Direction] = DIRECTIONS) -> bool:
-    """Return whether lower values of `metric`, which must be in `directions`, are better."""
-    return directions[metric] == "lower"
+    """Return whether lower values of `metric`, in `directions` or DIRECTIONS, are better."""
+    return {**DIRECTIONS, **directions}[metric] == "lower"
 
 
 def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: str) -> dict[str, float]:

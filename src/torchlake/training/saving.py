@@ -22,7 +22,7 @@ from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
-from torchlake.metrics import DIRECTIONS, lower_is_better
+from torchlake.metrics import lower_is_better
 from torchlake.models.adapters import quantized
 from torchlake.models.adapters.base import write_base
 from torchlake.models.adapters.merging import merged
@@ -76,7 +76,7 @@ def save_if_best(
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, {**DIRECTIONS, **state.task.directions}) else 1
+    sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
     before = progress.best
     progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):

@@ -3,6 +3,7 @@
 import pytest
 
 from torchlake.evaluation.writing import measure
+from torchlake.metrics import lower_is_better
 
 # By sacreBLEU 2.6.0: CHRF().corpus_score(written, [expected]).
 CHRF = [
@@ -32,3 +33,9 @@ def test_chrf_is_that_of_sacrebleu(written: list[str], expected: list[str], scor
 )
 def test_the_others(metric: str, written: list[str], expected: list[str], value: float) -> None:
     assert measure(metric, written, expected) == pytest.approx(value)
+
+
+def test_metrics_of_texts_have_a_direction_in_every_task() -> None:
+    """Folds and tuning ask with the directions of the task, which names its own metrics only."""
+    for name in ("exact_match", "token_f1", "chrf", "json_valid"):
+        assert not lower_is_better(name, {"loss": "lower", "perplexity": "lower"})
