@@ -9,7 +9,6 @@ work shares the machine, the least of all rounds.
 """
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -27,11 +26,12 @@ from _clocked import CLOCK, tick
 from _common import SCRATCH, finish, parser
 from _contender import ONE_THREAD
 from _environments import python_of
+from _fresh import alone
 from _sft_rows import build_model, conversations, preferences
 
 HOME = SCRATCH / "sft"
-LENGTH, RATE = 512, 1e-4
 LIMIT_S = 3_000
+LENGTH, RATE = 512, 1e-4
 Result = dict[str, Any]
 
 
@@ -142,33 +142,15 @@ def render(kind: str, setup: dict[str, Any]) -> Result:
     return {"cpu_s": seconds - start, "rows": len(column), "tokens": tokens, "start_cpu_s": start}
 
 
-def alone(work: Any, kind: str, setup: dict[str, Any]) -> Result:
-    """What `work` returns in a fresh process."""
-    out = HOME / "out.json"
-    out.unlink(missing_ok=True)
-    process = multiprocessing.get_context("spawn").Process(target=_tell, args=(work, kind, setup, str(out)))
-    process.start()
-    process.join(LIMIT_S)
-    if process.is_alive():
-        process.kill()
-        return {"reason": f"no end after {LIMIT_S} s"}
-    return dict(json.loads(out.read_text())) if out.exists() else {"reason": f"ended with {process.exitcode}"}
-
-
-def _tell(work: Any, kind: str, setup: dict[str, Any], out: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    Path(out).write_text(json.dumps(work(kind, setup)))
-
-
 def rows_of(what: str, contenders: list[tuple[str, Any, str, dict[str, Any]]], rounds: int) -> list[Result]:
     """Return a row for each contender, the least CPU time of its rounds; ratios of what it learns a second to those of
     the first."""
     best: dict[str, Result] = {}
     for _ in range(rounds):
         for name, work, kind, setup in contenders:
-            result = peer(kind, setup) if work is peer else alone(work, kind, setup)
+            result = (
+                peer(kind, setup) if work is peer else alone(work, kind, setup, out=HOME / "out.json", limit_s=LIMIT_S)
+            )
             print(f"  {what}, {name}: {result}", file=sys.stderr, flush=True)
             if name not in best or result.get("cpu_s", 1e9) < best[name].get("cpu_s", 1e9):
                 best[name] = result

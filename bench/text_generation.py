@@ -8,14 +8,12 @@ with the untrained model, which ends no text early. The contenders run in turn, 
 """
 
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import SCRATCH, finish, parser
 from _contender import ONE_THREAD
+from _fresh import alone
 from _shakespeare import lines_of_shakespeare, num_tokens, perplexities, small_model
 
 BLOCK = 128
 RATE = 1e-3
 NEW_TOKENS = 32
 TRAINER_ROWS = 128
-HOME = SCRATCH / "text-generation"
 LIMIT_S = 1_500
+HOME = SCRATCH / "text-generation"
 
 Result = dict[str, Any]
 
@@ -185,26 +184,6 @@ def write_torchlake(setup: dict[str, Any]) -> Result:
     }
 
 
-def alone(work: Callable[[dict[str, Any]], Result], setup: dict[str, Any]) -> Result:
-    """What `work` gives in a fresh process."""
-    out = HOME / "out.json"
-    out.unlink(missing_ok=True)
-    process = multiprocessing.get_context("spawn").Process(target=_tell, args=(work, setup, str(out)))
-    process.start()
-    process.join(LIMIT_S)
-    if process.is_alive():
-        process.kill()
-        return {"reason": f"no end after {LIMIT_S} s"}
-    return dict(json.loads(out.read_text())) if out.exists() else {"reason": f"ended with {process.exitcode}"}
-
-
-def _tell(work: Callable[[dict[str, Any]], Result], setup: dict[str, Any], out: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    Path(out).write_text(json.dumps(work(setup)))
-
-
 def rows_of(
     kind: str, contenders: list[tuple[str, Callable[..., Result], dict[str, Any]]], tokens: int | None, rounds: int
 ) -> list[dict[str, Any]]:
@@ -215,7 +194,7 @@ def rows_of(
     best: dict[str, Result] = {}
     for _ in range(rounds):
         for name, work, setup in contenders:
-            result = alone(work, setup)
+            result = alone(work, setup, out=HOME / "out.json", limit_s=LIMIT_S)
             print(f"  {name}: { {key: value for key, value in result.items() if key != 'texts'} }", file=sys.stderr)
             if name not in best or result.get("seconds", 1e9) < best[name].get("seconds", 1e9):
                 best[name] = result
