@@ -96,7 +96,7 @@ def measure_texts(
         loading.build_cache(prepared, cache)
         settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
         losses, targets = _losses(settings, engine)
-        errors = _errors(committed_files(prepared))
+        errors = errors_of(committed_files(prepared))
     derived = plugins.load("tasks", spec.task).loss_metrics
     return TextLoss(
         rows=record["rows"],
@@ -163,7 +163,8 @@ def _blocks(settings: LossSettings) -> Blocks | Bins:
     return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
 
 
-def _errors(files: Sequence[Path]) -> dict[str, int]:
+def errors_of(files: Sequence[Path]) -> dict[str, int]:
+    """Return how many rows of token Parquet were left out, by reason."""
     reasons: Counter[str] = Counter()
     for file in files:
         errors = pq.read_table(file, columns=["error"])["error"].drop_null()

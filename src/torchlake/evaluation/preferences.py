@@ -8,34 +8,33 @@ computes those of the reference for a training, so on every engine, and the numb
 """
 
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.config.sections.preference import PreferenceOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
+from torchlake.evaluation.perplexity import errors_of
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.reference import Reference, check_same_vocabulary
-from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tasks.preference import reward_metrics, rewards
 
 RESAMPLES = 200
 ANSWERS = ("chosen", "rejected")
-DEFAULTS = {"loss": "dpo", "beta": 0.1, "label_smoothing": 0.0, "sft_weight": 0.0}
+DEFAULTS = PreferenceOptions().model_dump()
 "The settings by which a model is measured that did not learn from pairs."
 
 
@@ -88,16 +87,14 @@ def measure_preferences(
                 sums.append(np.array(tokens.others["reference"]))
         every = np.arange(len(tokens))
         targets = plugins.load("tasks", spec.task).pair_targets(tokens.arrays, every, every, spec)
-        reasons: Counter[str] = Counter()
-        for file in committed_files(prepared):
-            reasons += count_reasons(pq.read_table(file, columns=["error"])["error"].drop_null())
+        errors = errors_of(committed_files(prepared))
     if len(sums[0]) != len(sums[-1]):
         raise DataError("the table has changed while it was evaluated")
     targets[:, :2] = sums[-1]
     both = rewards(sums[0], targets, spec).astype(np.float64)
     margins = both[:, 0] - both[:, 1]
     metrics = bootstrapped(lambda some: reward_metrics(margins[some]), len(margins), resamples=RESAMPLES)
-    return record["rows"], dict(reasons.most_common()), metrics
+    return record["rows"], errors, metrics
 
 
 def _reference(model: Path, spec: TaskSpec, given: str | Path | None) -> Path:

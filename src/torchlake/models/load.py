@@ -211,6 +211,13 @@ def uses_token_types(folder: Path, *, pairs: bool = False) -> bool:
     return (trained or pairs) and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
 
 
+def check_files(folder: Path) -> None:
+    """Raise the errors of `check_folder`, and DataError if a file differs from the manifest, if there is one."""
+    check_folder(folder)
+    if (folder / atomic_io.MANIFEST).exists():
+        atomic_io.check_manifest(folder)
+
+
 def load_model(
     folder: str | Path,
     spec: TaskSpec | None = None,
@@ -227,9 +234,7 @@ def load_model(
     encoder with an untrained head would predict at random) or unused, or if the head does not fit `spec`.
     """
     folder = model_folder(folder)
-    check_folder(folder)
-    if (folder / atomic_io.MANIFEST).exists():
-        atomic_io.check_manifest(folder)
+    check_files(folder)
     model, info = from_pretrained(folder, auto_class, dtype=dtype, **(placement or {}))
     lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
     if lacking:
@@ -255,9 +260,7 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    check_folder(folder)
-    if (folder / atomic_io.MANIFEST).exists():
-        atomic_io.check_manifest(folder)
+    check_files(folder)
     if adapters.is_adapter(folder):
         return _merged_weights(folder)
     tensors: dict[str, torch.Tensor] = {}
@@ -393,9 +396,7 @@ def _with_adapter(
     from torchlake.models.adapters import merging, quantized
 
     place = adapters.find_base(folder)
-    check_folder(place)
-    if (place / atomic_io.MANIFEST).exists():
-        atomic_io.check_manifest(place)
+    check_files(place)
     model, info = from_pretrained(place, model_class, config=config, **placement)
     kind = adapters.read_base(folder).quantize
     if kind is not None:

@@ -232,10 +232,10 @@ def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, items: Seque
     """
     if settings.generation is None or not items:
         return 1
-    here = len(gpus()) // settings.gpus_per_process or cores()
-    processes = (None if engine is None else engine.processes) or (
-        here if engine is None or isinstance(engine, Local) else CLUSTER_PROCESSES
-    )
+    processes = None if engine is None else engine.processes
+    if not processes and (engine is None or isinstance(engine, Local)):
+        processes = len(gpus()) // settings.gpus_per_process or cores()
+    processes = processes or CLUSTER_PROCESSES
     mean = sum(chunk.rows for chunk, _ in items) / len(items)
     return max(1, min(MOST_AHEAD, int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
 

@@ -31,7 +31,15 @@ from torchlake.scoring.rows import (
     max_prompt_tokens,
     runtime_name,
 )
-from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, refusal, requested
+from torchlake.scoring.runtime_choice import (
+    FAST_DEFAULTS,
+    REFERENCE,
+    RuntimeChoice,
+    chosen,
+    lacks_export,
+    refusal,
+    requested,
+)
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tables.chunks import RowCost
@@ -321,7 +329,7 @@ def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mappin
     `earlier` is the output's fingerprint.
     """
     runtime, here = runtime_name(settings.runtime), cpu_class()
-    if runtime not in (REFERENCE, RATED, "fused"):
+    if runtime not in (REFERENCE, *FAST_DEFAULTS):
         return None
     if (earlier.get("model"), earlier.get("runtime")) != (settings.model_hash, runtime):
         return here.products

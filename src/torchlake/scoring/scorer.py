@@ -152,8 +152,7 @@ class Scorer:
         chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
         done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
         if writing is not None and len(done):
-            answers = [(work.rows[row], writing.known[int(work.rows[row])]) for row in done]
-            self._add_known(answers, found, errors)
+            self._add_known(work.rows[done], writing.known, found, errors)
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
         for row in alone:
@@ -184,15 +183,15 @@ class Scorer:
 
     def _add_known(
         self,
-        answers: list[tuple[int, np.ndarray]],
+        rows: np.ndarray,
+        known: dict[int, np.ndarray],
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
     ) -> None:
-        """Add answers of earlier attempts, with their rows, to `found` and `errors`."""
-        rows = np.array([row for row, _ in answers], np.int64)
+        """Add the answers of earlier attempts to `rows` (N,), which are in `known`, to `found` and `errors`."""
         out = np.full((len(rows), self._new_tokens), NOTHING, np.int32)
-        for place, (_, answer) in enumerate(answers):
-            out[place, : len(answer)] = answer
+        for place, row in enumerate(rows.tolist()):
+            out[place, : len(known[row])] = known[row]
         errors |= _non_finite_rows(rows, out)
         found.append((rows, out))
 

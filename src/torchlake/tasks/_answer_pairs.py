@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import RowOptions
-from torchlake.tasks._chat import Names, looks_like_chats, read_messages, read_tools, row_error, with_system
+from torchlake.tasks._chat import Names, looks_like_chats, read_messages, read_tools, row_error, system_of, with_system
 from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
@@ -191,7 +191,7 @@ def _fit(both: list[list[int] | ValueError], length: int) -> bool:
 def _from_message(prompt: Text, place: int) -> Text:
     """Return the system text of a conversation and its messages from `place` on."""
     assert isinstance(prompt, list), "texts have no messages"
-    return [*(one for one in prompt[:1] if one.get("role") in ("system", "developer")), *prompt[place:]]
+    return [*system_of(prompt), *prompt[place:]]
 
 
 def _fitted(

@@ -13,11 +13,12 @@ exceeds a limit becomes an error row, `chat_limit: ...`.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 
+from torchlake.config.task_spec import RowOptions
 from torchlake.tables.arrays import is_text
 from torchlake.tasks._rendering import RenderLimitExceeded, Request, render
 
@@ -27,6 +28,8 @@ MOST_LOOKED_AT = 8
 "Rows that are looked at to find out what a column holds."
 INSTEAD = ("tool_calls", "reasoning_content", "thinking", "reasoning", "function_call")
 "What a message may have in place of content."
+SYSTEM = ("system", "developer")
+"Roles of a system text, the first message."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,11 @@ SHAREGPT = Names(
     content="value",
     roles={"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"},
 )
+
+
+def names_of(rows: RowOptions) -> Names | None:
+    """Return how a task's tables name the parts of a message; None: as usual."""
+    return None if rows.messages is None else Names(**rows.messages)
 
 
 def is_chat(kind: pa.DataType, names: Names | None = None) -> bool:
@@ -151,9 +159,14 @@ def row_error(error: Exception) -> str:
     return f"{'chat_limit' if isinstance(error, RenderLimitExceeded) else 'bad_chat'}: {error}"[:500]
 
 
+def system_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the system text with which a conversation begins, as a list of one message, or an empty list."""
+    return [one for one in messages[:1] if one["role"] in SYSTEM]
+
+
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
     """Return the messages after a system text, unless it is None or they begin with one."""
-    if system is None or messages[0]["role"] in ("system", "developer"):
+    if system is None or system_of(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
@@ -192,7 +205,7 @@ def render_chats(
         column.to_pylist(), None if tools is None else tools.to_pylist(), names=names, system=system
     )
     want: Any = "prompt" if add_generation_prompt else "whole"
-    made = render(tokenizer, [Request(**{**vars(each), "want": want}) for each in requests.values()])
+    made = render(tokenizer, [replace(each, want=want) for each in requests.values()])
     texts: list[str | None] = [None] * len(column)
     for row, each in zip(requests, made, strict=True):
         if isinstance(each, ValueError):

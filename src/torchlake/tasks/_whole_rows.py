@@ -23,10 +23,12 @@ from torchlake.tasks._chat import (
     Names,
     is_chat,
     looks_like_chats,
+    names_of,
     read_chats,
     read_messages,
     read_tools,
     row_error,
+    system_of,
     with_system,
 )
 from torchlake.tasks._completions import ended, joined, request_of
@@ -39,7 +41,6 @@ TYPES = {SEQUENCES: pa.list_(pa.int32()), LEARNED: pa.int32(), MERGED: pa.int32(
 NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
 MOST_TURNS = 64
 "A conversation with more answers is measured before they are found, which takes two renderings for each."
-SYSTEM = ("system", "developer")
 FOLLOWING = ("assistant", "tool", "function")
 "Roles that answer a message before them."
 
@@ -188,7 +189,7 @@ class _Search:
         """Return a search over the messages of that role, or of any except the assistant's."""
         assert request is not None, "only conversations are cut at messages"
         messages = request.messages
-        head = sum(message["role"] in SYSTEM for message in messages[:1])
+        head = len(system_of(messages))
         answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and at >= request.first]
         last = len(messages) if request.want == "whole" or not answers else answers[-1]
         places = [
@@ -202,7 +203,7 @@ class _Search:
     def cut(self, count: int, want: Any) -> Request:
         """Return the conversation that begins at the place `count` from the end."""
         messages = self.request.messages
-        head = sum(message["role"] in SYSTEM for message in messages[:1])
+        head = len(system_of(messages))
         begin = self.places[len(self.places) - count]
         return replace(
             self.request,
@@ -248,7 +249,7 @@ def _rows_of(
 ) -> tuple[dict[int, Rendered], dict[int, Request]]:
     """Return the rows that are texts, and those that are conversations."""
     column, completion, tools = inputs["text"], inputs.get("completion"), inputs.get("tools")
-    names = None if options.messages is None else Names(**options.messages)
+    names = names_of(options)
     values, answers = column.to_pylist(), None if completion is None else completion.to_pylist()
     called = None if tools is None else tools.to_pylist()
     chat = options.chat or is_chat(column.type, names)

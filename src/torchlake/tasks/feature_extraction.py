@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import atomic_io
 from torchlake.config.model_files.embedding import MODULES, Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
@@ -185,9 +184,7 @@ class FeatureExtraction(Task):
         from torchlake.tasks._embedder import load_embedder
 
         refuse_placement(self, options.get("placement"))
-        load.check_folder(folder)
-        if (folder / atomic_io.MANIFEST).exists():
-            atomic_io.check_manifest(folder)
+        load.check_files(folder)
         module = load_embedder(folder)
         return module if options.get("dtype") is None else module.to(options["dtype"])
 

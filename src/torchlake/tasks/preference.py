@@ -19,7 +19,7 @@ one of text generation, which remembers the settings for `evaluate`.
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,15 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.batching import Ragged
+from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.data.pairs import SUMS
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.folders import base_folder, model_hash
-from torchlake.tables.arrays import from_strings
 from torchlake.tasks import ANY, EXTRA, Inputs
 from torchlake.tasks._answer_pairs import tokenize_pairs
-from torchlake.tasks.text_generation import TextGeneration, documents, names_of
+from torchlake.tasks._chat import names_of
+from torchlake.tasks.text_generation import TextGeneration, documents
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +65,6 @@ class Preference(TextGeneration):
         """Return the task with the table's column of tools, if it has one."""
         return spec if "tools" not in schema.names else replace(spec, inputs={"tools": "tools", **spec.inputs})
 
-    def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs:
-        """Return texts without answers, with which a model is tested."""
-        return {"text": from_strings(tuple(texts))}
-
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the columns of pairs."""
         pair, counts = pa.list_(pa.float32(), 2), pa.list_(pa.int32(), 3)
@@ -80,12 +76,12 @@ class Preference(TextGeneration):
         """Return the tokens of pairs, the chosen one first; those of texts, if there are no answers."""
         if "chosen" not in inputs:
             return text_features(documents(processor, inputs["text"].to_pylist())), None
-        found, cut, errors = tokenize_pairs(processor, inputs, spec.rows, spec.max_length, names_of(spec))
+        found, cut, errors = tokenize_pairs(processor, inputs, spec.rows, spec.max_length, names_of(spec.rows))
         answers = [np.array(answer, np.int32) for pair in found for answer in pair]
         lengths = np.array([len(answer) for answer in answers], np.int64).reshape(-1, 2)
         predicted = np.array([(answer[1:] >= 0).sum() for answer in answers]).reshape(-1, 2)
         bare = np.array([len(answer) > 0 and answer[0] >= 0 for answer in answers[::2]], dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
+        offsets = offsets_of(lengths.sum(axis=1))
         arrays: dict[str, Array] = {
             INPUT_IDS: Ragged(np.concatenate([np.zeros(0, np.int32), *answers]), offsets),
             SPLIT: lengths[:, 0].astype(np.int32),
@@ -181,12 +177,6 @@ class Preference(TextGeneration):
     def find_chunks(self, model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
         """Return as JSON how the model can compute the log-probabilities of the predicted tokens alone, if it can."""
         return super().find_chunks(model, row, tokens=sys.maxsize)
-
-    def chunk_loss(self, model: "nn.Module", found: dict[str, Any], *, compiled: bool) -> None:
-        """Let the model return the log-probabilities (n,) of `targets` at `places`; `found` is from `find_chunks`."""
-        from torchlake.tasks import _chunked_loss
-
-        _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled, each=True)
 
     def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return the job's task, with the hash of the reference."""

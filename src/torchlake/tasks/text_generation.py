@@ -22,7 +22,7 @@ from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
 from torchlake.tables.arrays import from_strings, is_blank, is_text, nulls_as_empty
 from torchlake.tasks import EXTRA, NO_TARGET, PROMPT, TEXT, Inputs
-from torchlake.tasks._chat import NAMES, Names, is_chat, looks_like_chats, render_chats
+from torchlake.tasks._chat import NAMES, is_chat, looks_like_chats, names_of, render_chats
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._whole_rows import TYPES, whole_rows
 from torchlake.tasks._writing import WritingTask
@@ -96,14 +96,14 @@ class TextGeneration(WritingTask):
 
     def holds_chats(self, kind: pa.DataType, spec: TaskSpec) -> bool:
         """Return whether a column of this type holds conversations; in columns of JSON text they are found by rows."""
-        return is_chat(kind, names_of(spec))
+        return is_chat(kind, names_of(spec.rows))
 
     def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
         """Return the task with the table's columns of conversations and tools, and how its rows are packed.
 
         The columns are found by name if `spec` has the default ones. JSON text is found by the first rows.
         """
-        text, inputs, names = spec.text, dict(spec.inputs), names_of(spec)
+        text, inputs, names = spec.text, dict(spec.inputs), names_of(spec.rows)
         if text in (TEXT, *NAMES) and text not in schema.names:
             text = next((name for name in NAMES if name in schema.names), text)
         kind = schema.field(text).type if isinstance(text, str) and text in schema.names else pa.null()
@@ -122,7 +122,7 @@ class TextGeneration(WritingTask):
 
     def render_chats(self, tokenizer: Any, texts: pa.Array, tools: pa.Array | None, spec: TaskSpec) -> Any:
         """Return conversations as prompts, and {row: reason} for bad ones."""
-        named: Any = {"names": names_of(spec), "system": spec.rows.system}
+        named: Any = {"names": names_of(spec.rows), "system": spec.rows.system}
         return render_chats(tokenizer, texts, tools, add_generation_prompt=True, **named)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
@@ -145,9 +145,9 @@ class TextGeneration(WritingTask):
             learn = "last" if spec.rows.last else "all" if spec.problem == "next_token" else "answers"
             return whole_rows(processor, inputs, spec.rows, spec.max_length, learn), None
         texts, errors = inputs["text"], dict[int, str]()
-        chat = spec.rows.chat or is_chat(texts.type, names_of(spec))
+        chat = spec.rows.chat or is_chat(texts.type, names_of(spec.rows))
         if chat:
-            named: Any = {"names": names_of(spec), "system": spec.rows.system}
+            named: Any = {"names": names_of(spec.rows), "system": spec.rows.system}
             tools = inputs.get("tools")
             texts, errors = render_chats(processor, texts, tools, add_generation_prompt=False, **named)
         blank = np.flatnonzero(np.asarray(is_blank(texts)))
@@ -174,19 +174,15 @@ class TextGeneration(WritingTask):
         return None if after is None else asdict(after)
 
     def chunk_loss(self, model: "nn.Module", found: dict[str, Any], *, compiled: bool) -> None:
-        """Let the model return the loss of `loss_sum` if called with `targets`; `found` is from `find_chunks`."""
+        """Let the model return the loss of `loss_sum`, or of pairs the log-probability of each target, if called with
+        `targets`; `found` is from `find_chunks`."""
         from torchlake.tasks import _chunked_loss
 
-        _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled)
+        _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled, each=self.pairs)
 
     def num_targets(self, lengths: np.ndarray, spec: TaskSpec) -> int:
         """Return the number of targets in blocks of these lengths (B,): every token except the first of each block."""
         return int(lengths.sum()) - len(lengths)
-
-
-def names_of(spec: TaskSpec) -> Names | None:
-    """Return how the task's tables name the parts of a message; None: as usual."""
-    return None if spec.rows.messages is None else Names(**spec.rows.messages)
 
 
 task = TextGeneration()

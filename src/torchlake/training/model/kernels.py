@@ -123,12 +123,15 @@ def find_first_token_part(model: nn.Module, task: Any, batches: Sequence[probes.
     hooks = [each.register_forward_pre_hook(note) for layer in layers(model)[-1:] for each in layer.modules()]
     with torch.no_grad(), probes.evaluating(model):
         try:
-            expected = [task.outputs(probes.run(model, task, batch)) for batch in batches]
+            expected = [task.outputs(probes.run(model, task, batches[0]))]
         finally:
             for hook in hooks:
                 hook.remove()
+        if not found:
+            return None
+        expected += [task.outputs(probes.run(model, task, batch)) for batch in batches[1:]]
         constant = all(probes.agree(each, each[:1].expand_as(each)) for each in expected)
-        if not found or constant:  # outputs that depend on nothing cannot show it
+        if constant:  # outputs that depend on nothing cannot show it
             return None
         cut = keep_first_token(model, found[0])
         try:

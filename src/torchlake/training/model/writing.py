@@ -45,6 +45,7 @@ class Prompts:
     options: WritingConfig
     folder: Path
     "The base model's."
+    tokenizer: Any
     prompts: list[np.ndarray]
     expected: list[str]
 
@@ -77,7 +78,11 @@ def choose_prompts(job: Job, spec: TaskSpec, rows: Rows) -> Prompts | None:
         )
     pairs.sort(key=lambda pair: len(pair[0]))
     return Prompts(
-        options=options, folder=folder, prompts=[pair[0] for pair in pairs], expected=[pair[1] for pair in pairs]
+        options=options,
+        folder=folder,
+        tokenizer=tokenizer,
+        prompts=[pair[0] for pair in pairs],
+        expected=[pair[1] for pair in pairs],
     )
 
 
@@ -95,11 +100,11 @@ def write_answers(
     # Every rank answers as many prompts, because sharded weights are gathered by all ranks together.
     padded = np.append(mine, np.full(most - len(mine), count - 1)).astype(np.int64)
     size = max(1, state.micro_batch_tokens // (len(prompts.prompts[-1]) + width))
-    tokenizer: Any = load_tokenizer(prompts.folder)
+    tokenizer = prompts.tokenizer
     state.module.eval()
     try:
         with computing(state) as model:
-            answer = _answerer(state, model, prompts, tokenizer)
+            answer = _answerer(state, model, prompts)
             for first in range(0, most, size):
                 chosen = padded[first : first + size]
                 with distributed.explain_lost_peers(group, doing):
@@ -148,12 +153,11 @@ def computing(state: TrainState) -> Iterator[Any]:
                 inner.reshard()
 
 
-def _answerer(
-    state: TrainState, model: Any, prompts: Prompts, tokenizer: Any
-) -> Callable[[list[np.ndarray]], np.ndarray]:
+def _answerer(state: TrainState, model: Any, prompts: Prompts) -> Callable[[list[np.ndarray]], np.ndarray]:
     """Return the function from prompts to answers (B, W)."""
     from torchlake.runtimes._generating import generator
 
+    tokenizer = prompts.tokenizer
     generate = generator(
         model,
         prompts.folder,
