@@ -145,7 +145,8 @@ def few_resamples() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def forked_children(request: pytest.FixtureRequest) -> Iterator[None]:
     """The local engine's processes start in milliseconds where their start is not the subject."""
-    if str(request.path.relative_to(ROOT)).startswith(REAL_STARTS):
+    named = str(request.path.relative_to(ROOT)).startswith(REAL_STARTS)
+    if named or request.node.get_closest_marker("real_starts"):
         yield
         return
     with forked.children_are_forked():

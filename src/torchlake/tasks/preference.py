@@ -31,11 +31,13 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.data.pairs import SUMS
+from torchlake.errors import UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.folders import base_folder, model_hash
+from torchlake.tables.arrays import is_text
 from torchlake.tasks import ANY, EXTRA, Inputs
 from torchlake.tasks._answer_pairs import tokenize_pairs
-from torchlake.tasks._chat import names_of
+from torchlake.tasks._chat import is_chat, looks_like_chats, names_of
 from torchlake.tasks.text_generation import TextGeneration, documents
 
 if TYPE_CHECKING:
@@ -62,7 +64,16 @@ class Preference(TextGeneration):
     default_metric = {"preference": "loss"}
 
     def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
-        """Return the task with the table's column of tools, if it has one."""
+        """Return the task with the table's column of tools, if it has one.
+
+        Raises UsageError for settings of conversations if the first rows have none.
+        """
+        setting = "data.system" if spec.rows.system else "data.messages" if spec.rows.messages else None
+        if setting is not None and first is not None:
+            columns = [name for name in (spec.text, *spec.inputs.values()) if name in schema.names and name != "tools"]
+            if not any(_holds_chats(first(name)[name], spec) for name in columns):
+                listed = ", ".join(columns)
+                raise UsageError(f"{setting}: {listed} hold text, not conversations. Remove the setting.")
         return spec if "tools" not in schema.names else replace(spec, inputs={"tools": "tools", **spec.inputs})
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
@@ -198,6 +209,12 @@ class Preference(TextGeneration):
             preference={**spec.preference, "text": spec.text, **columns},
         )
         super().save_model(folder, model_or_state, config, processor, written, **card)
+
+
+def _holds_chats(column: pa.ChunkedArray, spec: TaskSpec) -> bool:
+    names = names_of(spec.rows)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    return looks_like_chats(column.to_pylist(), names) if is_text(kind) else is_chat(kind, names)
 
 
 def rewards(sums: np.ndarray, targets: np.ndarray, spec: TaskSpec) -> np.ndarray:

@@ -134,6 +134,7 @@ def _make_noting(make_worker: Callable[[], Any], folder: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.real_starts
 def test_no_rank_outlives_its_job(model: Path, table: Path, tmp_path: Path, expected: pa.Table) -> None:
     assert_equal(score(model, table, tmp_path / "out", engine=Noting(tmp_path)), expected)
     ranks = [pids.pid(tmp_path, f"rank{rank}", seconds=1) for rank in (0, 1)]
