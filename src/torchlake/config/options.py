@@ -105,13 +105,35 @@ class SamplingArguments(TypedDict, total=False):
     stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
 
 
-class GenerationArguments(SamplingArguments, total=False):
+class PromptArguments(TypedDict, total=False):
+    """What the prompts of a model that writes are made of, besides the text column."""
+
+    prompt: Annotated[
+        str | None, _text("TEXT", 'Text of each row, in place of --text, with columns in braces: "Summarize: {title}".')
+    ]
+    system: Annotated[str | None, _text("TEXT", "System text before conversations and prompts.")]
+    examples: Annotated[Any, _text("TABLE", "Prompts and answers (column completion) that every prompt begins with.")]
+    tools: Annotated[Any, _text("FILE|COLUMN", "Tools of every conversation, a JSON file, or those of each row.")]
+    template_options: Annotated[
+        Mapping[str, Any] | None,
+        _text(
+            "NAME=VALUE",
+            "Variable of the chat template, such as enable_thinking=false; repeatable.",
+            "--template-option",
+        ),
+    ]
+    continue_final_message: Annotated[
+        bool, _text(None, "Go on with the last message of conversations that end with the assistant's.", "--continue")
+    ]
+
+
+class GenerationArguments(SamplingArguments, PromptArguments, total=False):
     """The options of text generation; `predict` documents them."""
 
     seed: int | None
 
 
-class PredictOptions(JobArguments, SamplingArguments, total=False):
+class PredictOptions(JobArguments, SamplingArguments, PromptArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
     task: Annotated[

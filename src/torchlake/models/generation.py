@@ -9,8 +9,8 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 
 NOTHING, END, NON_FINITE = -1, -2, -3
 CONFIG = "generation_config.json"
+MARKS = (
+    *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"What chat templates have around reasoning."
 LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
 "The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
 
@@ -53,6 +59,30 @@ class GenerationOptions:
     "The seed that, with the row's text, determines the sampled tokens."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How prompts are made of rows. All of it affects the texts and is part of a job's fingerprint."""
+
+    prompt: str | None = None
+    'The text of a row, such as "Summarize: {title}"; None: that of the text column.'
+    system: str | None = None
+    "A system text before conversations that have none; None: the one that the model learned with."
+    examples: tuple[Mapping[str, str], ...] = ()
+    "Messages that come after the system text, by turns of the user and the assistant."
+    tools: tuple[Mapping[str, Any], ...] = ()
+    "JSON schemas of the tools of every conversation."
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    "Further variables of the chat template."
+    continue_final_message: bool = False
+    "Whether the assistant's last message is continued if a conversation ends with one."
+    marks: tuple[str, str] | None = None
+    "What the chat template has before and after reasoning."
+
+    def given(self) -> dict[str, Any]:
+        """Return what is not as by default."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
 
 
 Answers = Callable[["np.ndarray"], "np.ndarray"]
@@ -165,10 +195,27 @@ def language_token(folder: Path, language: str) -> int:
     return names[language.strip("_")]
 
 
-def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:
-    """Return the text of one row's tokens, without special tokens."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text
+def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, kept: Sequence[str] = ()) -> str:
+    """Return the text of one row's tokens, without special tokens except for those that are `kept`."""
+    special = {tokenizer.convert_tokens_to_ids(mark): mark for mark in kept if mark in tokenizer.all_special_tokens}
+    found = [place for place, token in enumerate(tokens) if token in special] if special else []
+    pieces, start = list[str](), 0
+    for place in found:
+        pieces += [tokenizer.decode(tokens[start:place], skip_special_tokens=True), special[int(tokens[place])]]
+        start = place + 1
+    return "".join([*pieces, tokenizer.decode(tokens[start:], skip_special_tokens=True)])
+
+
+def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool) -> tuple[str | None, str]:
+    """Return the reasoning in a text, None if there is none, and the text without it.
+
+    `begun`: the prompt ends with the first mark. Reasoning without a second mark is all of the text.
+    """
+    before, closed, after = text.partition(marks[1])
+    begun = begun or (bool(closed) and marks[0] not in before)
+    if not begun and not before.lstrip().startswith(marks[0]):
+        return None, text
+    return before.lstrip().removeprefix(marks[0]).strip("\n"), after.lstrip("\n") if closed else ""
 
 
 def stop_place(text: str, stop: Sequence[str]) -> int | None:

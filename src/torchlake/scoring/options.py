@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import JobArguments, PredictOptions, ReadArguments
+from torchlake.config.options import JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
@@ -43,11 +43,15 @@ from torchlake.scoring.runtime_choice import (
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tables.chunks import RowCost
-from torchlake.tasks import PROMPT, TEXT
+from torchlake.tasks import EXTRA, PROMPT, TEXT
 from torchlake.tasks._inputs import PAIR, check_columns
+from torchlake.tasks._prompts import check_prompt_columns, with_prompts
 
 log = logging.getLogger(__name__)
 
+PROMPTS = tuple(PromptArguments.__annotations__)
+COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"}
+"What other libraries call some of the options."
 RATED = "varlen"
 "The runtime that the rates of a class of CPUs are relative to."
 EXACT_EXPORTS = ("openvino", "onnx")
@@ -67,6 +71,7 @@ def split_options(
     A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
+    given: Any = with_common_names(given)
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     check_options(given)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
@@ -74,7 +79,17 @@ def split_options(
     scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
+    scoring["prompts"] = {name: given[name] for name in PROMPTS if name in given}
     return scoring, generation, output_options(given)
+
+
+def with_common_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by their names here, also those that other libraries call otherwise. Raises UsageError."""
+    named = {COMMON_NAMES.get(name, name): value for name, value in given.items()}
+    if len(named) < len(given):
+        twice = next(name for name in COMMON_NAMES if name in given)
+        raise UsageError(f"{twice}: the same as {COMMON_NAMES[twice]}; leave one of them out.")
+    return named
 
 
 def scoring_settings(
@@ -82,7 +97,7 @@ def scoring_settings(
     runtime: Runtime | None,
     generation: Mapping[str, Any],
     *,
-    text: str | Sequence[str] | None,
+    text: str | Sequence[str] | None = None,
     task: Any = None,
     text_pair: str | Sequence[str] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
@@ -104,10 +119,17 @@ def scoring_settings(
         plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     known = known_spec(folder, task, settings.pop("task_options", None))
+    prompts = settings.pop("prompts", {})
+    if prompts.get("prompt") is not None and text is not None:
+        raise UsageError("text and prompt: prompt has the columns of the text; leave one of them out.")
     spec = with_columns(known, folder, text=text, text_pair=text_pair, inputs=inputs)
+    asked, spec = with_prompts(
+        prompts, plugins.load("tasks", spec.task), spec, folder, chat=bool(generation.get("chat"))
+    )
     spec = _with_length(folder, spec, settings.get("max_length"))
     if plugins.load("tasks", spec.task).packs:  # the prompt alone; tools if the table or the caller names a column
-        spec = replace(spec, inputs={name: spec.inputs[name] for name in inputs or {}})
+        named = {*(inputs or {}), *({"tools"} if isinstance(prompts.get("tools"), str) else ())}
+        spec = replace(spec, inputs={name: spec.inputs[name] for name in spec.inputs if name in named})
     devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
@@ -138,6 +160,7 @@ def scoring_settings(
         batch_tokens=batch_tokens or choice.batch_tokens,
         all_probabilities=all_probabilities,
         generation=options,
+        prompts=asked,
         **settings,
     )
     return made, spec, choice
@@ -273,10 +296,15 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
     """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
-    task = plugins.load("tasks", spec.task)
-    if settings.generation is None or task.inputs["text"] != PROMPT:
-        check_columns(schema, task.inputs, spec, where)
+    task, inputs = plugins.load("tasks", spec.task), dict(plugins.load("tasks", spec.task).inputs)
+    if settings.prompts.prompt is not None:
+        check_prompt_columns(schema, as_columns(settings.text), where)
+        del inputs["text"]
+    if settings.generation is None or "text" not in inputs or inputs["text"] != PROMPT:
+        check_columns(schema, inputs, spec, where)
         return settings
+    if "tools" in spec.inputs:
+        check_columns(schema, {"tools": EXTRA}, spec, where)
     if not isinstance(settings.text, str):
         check_columns(schema, {"text": TEXT}, settings.spec, where)
         return settings
@@ -294,8 +322,11 @@ def with_table(
         return settings, spec
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
-    read = replace(settings, text=found.text, inputs=dict(found.inputs), generation=chat)
-    return read, replace(found, rows=spec.rows)
+    columns = {**found.inputs, **settings.inputs}
+    if settings.prompts.tools and "tools" not in settings.inputs:
+        columns.pop("tools", None)
+    read = replace(settings, text=found.text, inputs=columns, generation=chat)
+    return read, replace(found, rows=spec.rows, inputs=columns)
 
 
 def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
@@ -389,6 +420,7 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "batch_tokens": settings.batch_tokens,
         **({} if settings.max_length is None else {"max_length": settings.max_length}),
         **({} if settings.generation is None else {"generation": _generation(settings.generation)}),
+        **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
     }
 
 

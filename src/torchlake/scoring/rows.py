@@ -14,19 +14,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
-from torchlake.config.task_spec import Columns, TaskSpec, as_columns
+from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
-from torchlake.models.generation import GenerationOptions
+from torchlake.models.generation import GenerationOptions, PromptOptions
 from torchlake.runtimes import Forward
-from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
+from torchlake.tables.arrays import is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
-from torchlake.tasks._null_rows import NULL_INPUT, join_texts, read_inputs, rows_of
+from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
+from torchlake.tasks._prompts import read_prompts, with_examples
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -78,6 +79,7 @@ class ScoringSettings:
     "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
+    prompts: PromptOptions = PromptOptions()
     chunks_ahead: int = 1
     "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1
@@ -90,10 +92,9 @@ class ScoringSettings:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
         inputs, options = dict(self.inputs), dict(self.task_options)
-        longest = self.max_length or trained.max_length
-        return replace(
-            trained, text=self.text, text_pair=self.text_pair, inputs=inputs, options=options, max_length=longest
-        )
+        longest, template = self.max_length or trained.max_length, self.prompts.prompt or trained.template
+        columns: Any = {"text": self.text, "text_pair": self.text_pair, "inputs": inputs, "template": template}
+        return replace(trained, **columns, options=options, max_length=longest)
 
     @property
     def column_options(self) -> ColumnOptions:
@@ -101,6 +102,7 @@ class ScoringSettings:
         return ColumnOptions(
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
+            marks=self.prompts.marks,
             embedding=self.embedding,
             ranges=self.ranges,
         )
@@ -150,6 +152,8 @@ class RowReader:
         else:
             inputs, errors = read_inputs(table, self.task.inputs, self.spec, unreadable, null=self.settings.null)
             options = {}
+            if self.settings.prompts.examples:
+                inputs["text"] = with_examples(inputs["text"], self.settings.prompts)
         rows = np.setdiff1d(np.arange(len(table)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
         made = self.task.features(rows_of(inputs, rows), self.processor, self.spec, **options)
         if made.errors:
@@ -161,19 +165,11 @@ class RowReader:
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
         """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""
-        generation, columns = self.settings.generation, as_columns(self.settings.text)
+        generation = self.settings.generation
         assert generation is not None, "prompts are for generation"
-        if len(columns) > 1:
-            texts, chat = join_texts(table, columns, self.spec, unreadable), False
-        else:
-            texts = string_column(table[columns[0]])
-            chat = generation.chat or pa.types.is_nested(texts.type)
-        errors = dict(unreadable)
-        if chat:
-            named = self.spec.inputs.get("tools")
-            tools = None if named is None else table[str(named)].combine_chunks()
-            texts, bad = self.task.render_chats(self.processor, without_rows(texts, unreadable), tools, self.spec)
-            errors = {**bad, **errors}
+        texts, errors, chat = read_prompts(
+            table, unreadable, self.processor, self.spec, self.settings.prompts, chat=generation.chat
+        )
         texts = nulls_as_empty(texts)
         if self.settings.null == "error":
             for row in pc.indices_nonzero(is_blank(texts)).to_pylist():
@@ -230,7 +226,7 @@ def check_prompts(
         check_column(schema, name, text, TEXT, where)
         if not spec.rows.chat:
             return False
-    if not folders.has_chat_template(tokenizer):
+    if folders.chat_template(tokenizer) is None:
         raise UsageError(
             f"{where}: {text!r} holds conversations, but the tokenizer in {tokenizer} has no chat template "
             f"({folders.CHAT_TEMPLATE}). Use a model that was tuned on conversations, or a column of text."

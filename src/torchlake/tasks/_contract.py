@@ -42,6 +42,8 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    marks: tuple[str, str] | None = None
+    "What is before and after reasoning in a generated text; None: it is not looked for."
     embedding: str = "float32"
     "The form of vectors: float32, int8 or binary."
     ranges: Sequence[Sequence[float]] = ()

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import INPUT_IDS, Features
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
-from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
+from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place, without_reasoning
 from torchlake.tables.chunks import RowCost
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
 from torchlake.tasks._completions import turn_end
@@ -18,6 +19,9 @@ from torchlake.tasks._completions import turn_end
 if TYPE_CHECKING:
     import torch
 
+MARK_TOKENS = 24
+"More than the tokens of any mark of reasoning, and of the space after it."
+REASONING = pa.field("reasoning", pa.string())
 ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 
 
@@ -64,8 +68,9 @@ class WritingTask(BaseTask):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"."""
-        return ANSWERS
+        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"; if the chat
+        template has marks of reasoning, the reasoning too."""
+        return ANSWERS if options.marks is None else ANSWERS.insert(1, REASONING)
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -74,12 +79,27 @@ class WritingTask(BaseTask):
 
         Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
-        texts, counts, reasons = [], [], []
-        for answer in answers:
+        texts, reasonings, counts, reasons = [], [], [], []
+        for row, answer in enumerate(answers):
             written = answer[(answer != NOTHING) & (answer != END)]
-            text = decoded(processor, written)
+            text = decoded(processor, written, kept=options.marks or ())
             place = stop_place(text, options.stop)
-            texts.append(text[:place])
+            reasoning, text = None, text[:place]
+            if options.marks is not None:
+                begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
+                reasoning, text = without_reasoning(text, options.marks, begun=begun)
+            texts.append(text)
+            reasonings.append(reasoning)
             counts.append(len(written))
             reasons.append("length" if place is None and END not in answer else "stop")
-        return pa.table([texts, counts, reasons], schema=ANSWERS)
+        columns: dict[str, Any] = {"generated_text": texts, REASONING.name: reasonings}
+        columns |= {"generated_tokens": counts, "finish_reason": reasons}
+        schema = self.output_schema(spec, options)
+        return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+
+
+def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
+    """Return whether a row's prompt ends with a mark, except for space."""
+    ids: Any = features.arrays[INPUT_IDS]
+    last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
+    return bool(tokenizer.decode(last).rstrip().endswith(mark))

@@ -120,11 +120,6 @@ class TextGeneration(WritingTask):
         pack = spec.rows.pack or ("whole" if chat or written or "completion" in inputs else None)
         return replace(spec, text=text, inputs=inputs, rows=replace(spec.rows, chat=written, pack=pack))
 
-    def render_chats(self, tokenizer: Any, texts: pa.Array, tools: pa.Array | None, spec: TaskSpec) -> Any:
-        """Return conversations as prompts, and {row: reason} for bad ones."""
-        named: Any = {"names": names_of(spec.rows), "system": spec.rows.system}
-        return render_chats(tokenizer, texts, tools, add_generation_prompt=True, **named)
-
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the types of the tokens and, for rows packed whole, of what `_whole_rows.py` says about them."""
         return {**super().feature_types(spec), **(TYPES if spec.whole else {})}
