@@ -79,7 +79,7 @@ class ScoringSettings:
     "Maximum tokens of a row; None: those of the model."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
-    prompts: PromptOptions = PromptOptions()
+    prompts: PromptOptions = field(default_factory=PromptOptions)
     chunks_ahead: int = 1
     "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1

@@ -78,7 +78,7 @@ def with_prompts(
             spec, tools = replace(spec, inputs={**spec.inputs, "tools": str(tools)}), ()
     return PromptOptions(
         **{name: given[name] for name in ("prompt", "system", "continue_final_message") if name in given},
-        tools=_tools(tools, "tools"),
+        tools=_tools(tools),
         template_options=_template_options(given.get("template_options", {}), template or "", folder),
         examples=_examples(given["examples"], spec) if "examples" in given else (),
         marks=next((marks for marks in MARKS if template is not None and marks[1] in template), None),
@@ -166,15 +166,13 @@ def _tools_in(file: Path) -> Any:
         raise UsageError(f"tools: {file}: {error}") from None
 
 
-def _tools(given: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
     """Return tools as JSON schemas. Raises UsageError for anything else."""
     given = given["tools"] if isinstance(given, Mapping) and given.keys() == {"tools"} else given
     try:
         return tuple(read_tools(list(given) if isinstance(given, Sequence) else [given]) or ())
     except ValueError:
-        raise UsageError(
-            f"{name}: expected a list of JSON schemas of functions, a file with it, or a column."
-        ) from None
+        raise UsageError("tools: expected a list of JSON schemas of functions, a file with it, or a column.") from None
 
 
 def _template_options(given: Mapping[str, Any], template: str, folder: Path) -> Mapping[str, Any]:
@@ -184,9 +182,7 @@ def _template_options(given: Mapping[str, Any], template: str, folder: Path) -> 
             own = "torchlake sets it" if name in RESERVED else "it is not the name of a variable"
             raise UsageError(f"template_options: {name!r}: {own}.")
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            log.warning(
-                "template_options: the chat template in %s has no variable %r; it changes nothing", folder, name
-            )
+            log.warning("template_options: the chat template in %s does not use %r", folder, name)
     try:
         json.dumps(dict(given))
     except (TypeError, ValueError) as error:

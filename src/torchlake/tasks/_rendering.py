@@ -58,8 +58,9 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the template."
     want: Literal["prompt", "continue", "whole", "answers", "last"] = "answers"
-    """`prompt`: the text before the next answer. `continue`: up to the end of the last message, which is not ended. `whole`: all messages. `answers`: the same with the places of the
-    assistant's turns, or one text for each; see `answers_in`. `last`: the text up to the last answer, and its place."""
+    """`prompt`: the text before the next answer. `continue`: up to the end of the last message, which is not ended.
+    `whole`: all messages. `answers`: the same with the places of the assistant's turns, or one text for each; see
+    `answers_in`. `last`: the text up to the last answer, and its place."""
     first: int = 0
     "Turns before this message are not answers."
 
