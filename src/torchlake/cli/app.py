@@ -118,7 +118,8 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
     "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop seed chat "
-    "prompt system examples tools template_options continue_final_message profile",
+    "min_p n explode seed_by min_new_tokens repetition_penalty presence_penalty frequency_penalty stop_token_ids "
+    "num_beams logprobs prompt system examples tools template_options continue_final_message profile",
     o.PredictFlags,
 )
 def predict(

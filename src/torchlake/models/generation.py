@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
+from torchlake.config.options import LOGPROBS
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import in_words, load_config
 from torchlake.models.tokenizer import load_tokenizer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_ANSWERS = 256
+"The most answers of a row, and the most beams."
 NOTHING, END, NON_FINITE = -1, -2, -3
 CONFIG = "generation_config.json"
 MARKS = (
@@ -57,6 +60,26 @@ class GenerationOptions:
     "Strings that end the text; it is cut before the first of them."
     seed: int = 0
     "The seed that, with the row's text, determines the sampled tokens."
+    seed_by: str = "text"
+    "`key`: the row's key determines them, too, so that equal texts get different answers."
+    n: int = 1
+    "Answers of each row."
+    min_p: float | None = None
+    "Sample only from tokens with this share of the probability of the most probable one."
+    min_new_tokens: int = 0
+    "Tokens before which no end token is chosen."
+    repetition_penalty: float = 1.0
+    "Divisor of the positive logits of tokens in the prompt and the answer, and factor of the negative ones."
+    presence_penalty: float = 0.0
+    "Subtracted from the logits of tokens in the answer."
+    frequency_penalty: float = 0.0
+    "Subtracted from them as often as the token is in the answer."
+    stop_token_ids: tuple[int, ...] = ()
+    "Further tokens that end an answer."
+    num_beams: int = 1
+    "Answers that are kept at each step; the one with the highest mean log-probability is returned."
+    logprobs: str | None = None
+    "`mean`: the mean log-probability of an answer's tokens; `tokens`: that of each, too."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
 
@@ -114,32 +137,53 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     Raises UsageError for a value that is invalid, contradicts another one, or does not apply to this task.
     """
     given = {name: value for name, value in given.items() if value is not None and value is not False}
+    given |= {"logprobs": "mean"} if given.get("logprobs") is True else {}
+    if given.get("logprobs", "mean") not in LOGPROBS:
+        raise UsageError(f"logprobs: expected true, or one of {', '.join(LOGPROBS)}; got {given['logprobs']!r}.")
     if not writes:
         if given:
             raise UsageError(f"{', '.join(given)}: for text generation only; this model's task is {task}.")
         return None
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    if "stop_token_ids" in given:
+        ids = given["stop_token_ids"]
+        given["stop_token_ids"] = (ids,) if isinstance(ids, int) else tuple(ids)
     options = GenerationOptions(**given)
-    drawing = [name for name in ("top_k", "top_p", "seed") if name in given]
+    drawing = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    drawing += [name for name in ("n",) if options.n > 1] + [name for name in ("seed_by",) if options.seed_by == "key"]
+    check_values(options)
+    if options.num_beams > 1 and (options.temperature > 0 or drawing):
+        others = ", ".join(["temperature"] * (options.temperature > 0) + drawing)
+        raise UsageError(f"num_beams and {others}: beams are searched without sampling. Leave one of them out.")
     if options.temperature == 0 and drawing:
         raise UsageError(
             f"{', '.join(drawing)}: there is no sampling at temperature 0. Set a temperature above 0 as well."
         )
-    _check(options)
     return options
 
 
-def _check(options: GenerationOptions) -> None:
-    wrong = {
+def check_values(options: GenerationOptions) -> None:
+    """Raise UsageError for a value out of range."""
+    ids = options.stop_token_ids
+    wrong: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens < 1 and "is 1 or more",
         "temperature": not 0 <= options.temperature <= 100 and "is a number from 0 to 100",
         "top_k": options.top_k is not None and options.top_k < 1 and "is 1 or more",
         "top_p": options.top_p is not None and not 0 < options.top_p <= 1 and "is a share above 0, up to 1",
         "stop": not all(options.stop) and "must not contain an empty string",
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
+        "n": not 1 <= options.n <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
+        "min_p": options.min_p is not None and not 0 <= options.min_p <= 1 and "is a share from 0 to 1",
+        "min_new_tokens": not 0 <= options.min_new_tokens <= options.max_new_tokens
+        and f"is from 0 to max_new_tokens, {options.max_new_tokens}",
+        "repetition_penalty": not 0 < options.repetition_penalty <= 100 and "is a number above 0, up to 100",
+        "presence_penalty": not -100 <= options.presence_penalty <= 100 and "is a number from -100 to 100",
+        "frequency_penalty": not -100 <= options.frequency_penalty <= 100 and "is a number from -100 to 100",
+        "stop_token_ids": not all(type(one) is int and one >= 0 for one in ids) and "holds ids of tokens, 0 or more",
+        "num_beams": not 1 <= options.num_beams <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
     }
-    assert wrong.keys() | {"chat", "language"} == {field.name for field in fields(options)}
+    assert wrong.keys() | {"chat", "language", "seed_by", "logprobs"} == {field.name for field in fields(options)}
     for name, problem in wrong.items():
         if problem:
             raise UsageError(f"{name} {problem}; {getattr(options, name)!r} was given.")

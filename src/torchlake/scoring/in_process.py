@@ -34,7 +34,7 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import PROMPTS, check_options, checked_input, scoring_settings, with_export
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
+from torchlake.scoring.worker import ScoredChunk, folded, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
@@ -92,7 +92,7 @@ class Model:
             if self._scorer is None:
                 raise UsageError("The model is closed. Load it again.")
             scored = self._scorer.score(self._scorer.read(table, unreadable))
-        answers: list[Answer] = scored.to_pylist()
+        answers: list[Answer] = folded(scored, self._settings).to_pylist()
         return answers
 
     def close(self) -> None:

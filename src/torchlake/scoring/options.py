@@ -43,12 +43,15 @@ from torchlake.scoring.runtime_choice import (
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tables.chunks import RowCost
+from torchlake.tables.plan import SAMPLE
 from torchlake.tasks import EXTRA, PROMPT, TEXT
 from torchlake.tasks._inputs import PAIR, check_columns
 from torchlake.tasks._prompts import check_prompt_columns, with_prompts
+from torchlake.tasks._row_options import OPTIONS, find_options
 
 log = logging.getLogger(__name__)
 
+FIRST_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "chat")
 PROMPTS = tuple(PromptArguments.__annotations__)
 COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"}
 "What other libraries call some of the options."
@@ -141,6 +144,10 @@ def scoring_settings(
         choice = requested(folder, spec.task, runtime, pairs=pairs)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
+    if options is not None and options.seed_by == "key" and key is None:
+        raise UsageError("seed_by='key': there is no key. Name a column of unique values (--key, key=).")
+    if settings.get("explode") and (options is None or options.n == 1):
+        raise UsageError("explode: a row has one answer; set n (--n) as well.")
     if "embedding" in settings and spec.task != EMBEDS:
         raise UsageError(
             f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."
@@ -318,15 +325,25 @@ def with_table(
 ) -> tuple[ScoringSettings, TaskSpec]:
     """Return the settings and the task with the columns of conversations and tools that a table has."""
     task, generation = plugins.load("tasks", spec.task), settings.generation
-    if generation is None or not task.packs:
+    if generation is None:
         return settings, spec
+    if not task.packs:
+        columns = {**spec.inputs, **_options_column(settings, schema)}
+        return replace(settings, inputs=columns), replace(spec, inputs=columns)
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
-    columns = {**found.inputs, **settings.inputs}
+    columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema)}
     if settings.prompts.tools and "tools" not in settings.inputs:
         columns.pop("tools", None)
     read = replace(settings, text=found.text, inputs=columns, generation=chat)
     return read, replace(found, rows=spec.rows, inputs=columns)
+
+
+def _options_column(settings: ScoringSettings, schema: pa.Schema) -> dict[str, str]:
+    """Return {} or the column of the options of rows. Raises UsageError."""
+    named = settings.inputs.get(OPTIONS)
+    column = find_options(schema, None if named is None else str(named))
+    return {} if column is None else {OPTIONS: column}
 
 
 def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
@@ -421,19 +438,24 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         **({} if settings.max_length is None else {"max_length": settings.max_length}),
         **({} if settings.generation is None else {"generation": _generation(settings.generation)}),
         **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
+        **({} if not settings.explode else {"samples": settings.samples}),
     }
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
-    """Return the options; without a language they are those of versions that did not have it."""
-    return {name: value for name, value in asdict(options).items() if name != "language" or value is not None}
+    """Return the options; those that versions before did not have if they are not as by default."""
+    plain = asdict(GenerationOptions())
+    return {
+        "columns": "prompt_tokens",
+        **{name: value for name, value in asdict(options).items() if name in FIRST_OPTIONS or value != plain[name]},
+    }
 
 
 def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
     """Raise UsageError if one of the `new` names occurs twice; Spark and Hive ignore case in names."""
     folded = [name.casefold() for name in names]
     twice = sorted({name for name in new if folded.count(name.casefold()) > 1})
-    if twice and twice[0] in ("row_id", "truncated", "error"):
+    if twice and twice[0] in ("row_id", SAMPLE, "truncated", "error"):
         raise UsageError(
             f"torchlake adds a column {twice[0]!r} to every output: rename the input's column, or drop it from columns."
         )

@@ -4,7 +4,7 @@ A row never affects another one: unreadable and empty texts, unknown tokens and 
 become errors of that row only, and never reach the model (null texts: `tasks/_null_rows.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions, PromptOptions
 from torchlake.runtimes import Forward
-from torchlake.tables.arrays import is_blank, nulls_as_empty
+from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
 from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
 from torchlake.tasks._prompts import read_prompts, with_examples
+from torchlake.tasks._row_options import OPTIONS, row_options, with_seeds
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -77,6 +78,8 @@ class ScoringSettings:
     "Maximum padded tokens of a batch; None: the default for the device."
     max_length: int | None = None
     "Maximum tokens of a row; None: those of the model."
+    explode: bool = False
+    "Whether each of a row's answers has a row of its own."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
     prompts: PromptOptions = field(default_factory=PromptOptions)
@@ -97,12 +100,18 @@ class ScoringSettings:
         return replace(trained, **columns, options=options, max_length=longest)
 
     @property
+    def samples(self) -> int:
+        """The number of answers of a row."""
+        return 1 if self.generation is None else self.generation.n
+
+    @property
     def column_options(self) -> ColumnOptions:
         """The options that change the prediction columns."""
         return ColumnOptions(
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
             marks=self.prompts.marks,
+            logprobs=None if self.generation is None else self.generation.logprobs,
             embedding=self.embedding,
             ranges=self.ranges,
         )
@@ -124,6 +133,8 @@ class ReadyRows:
     "The features of the M rows."
     errors: dict[int, str]
     "{position: reason}"
+    options: Sequence[GenerationOptions] = ()
+    "Of a task that writes the options of the M rows; empty: they are the job's."
 
 
 @dataclass(kw_only=True)
@@ -160,8 +171,38 @@ class RowReader:
             errors |= {int(rows[row]): reason for row, reason in made.errors.items()}
             good = np.setdiff1d(np.arange(len(rows)), list(made.errors))
             rows, made = rows[good], made.take(good)
-        self._find_unfit(rows, made, errors)
-        return ReadyRows(len(table), rows, made, errors)
+        own = self._own_options(table, rows, errors)
+        self._find_unfit(rows, made, errors, own)
+        return self._answers(table, ReadyRows(len(table), rows, made, errors, own))
+
+    def _own_options(self, table: pa.Table, rows: np.ndarray, errors: dict[int, str]) -> list[GenerationOptions]:
+        """Return the options of the rows if the table has them; add those that are bad to `errors`."""
+        job, named = self.settings.generation, self.spec.inputs.get(OPTIONS)
+        if job is None or named is None:
+            return []
+        values = table[str(named)].to_pylist()
+        made, bad = row_options([values[row] for row in rows], job)
+        for row, reason in bad.items():
+            errors.setdefault(int(rows[row]), reason)
+        return made
+
+    def _answers(self, table: pa.Table, ready: ReadyRows) -> ReadyRows:
+        """Return rows with a position for each of their answers, which have seeds of their own."""
+        job = self.settings.generation
+        if job is None or (job.n == 1 and job.seed_by == "text"):
+            return ready
+        keys = None
+        if job.seed_by == "key":
+            keys = table[str(self.settings.key)].take(from_numpy(ready.rows)).to_pylist()
+        own = with_seeds(ready.options or [job] * len(ready.rows), keys, job.n)
+        places = np.arange(len(ready.rows)).repeat(job.n)
+        return ReadyRows(
+            ready.count * job.n,
+            (ready.rows[:, None] * job.n + np.arange(job.n)).ravel(),
+            ready.features.take(places),
+            {row * job.n + answer: reason for row, reason in ready.errors.items() for answer in range(job.n)},
+            own,
+        )
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
         """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""
@@ -176,7 +217,9 @@ class RowReader:
                 errors.setdefault(row, NULL_INPUT)
         return {"text": texts}, errors, {"chat": chat}
 
-    def _find_unfit(self, rows: np.ndarray, made: Features, errors: dict[int, str]) -> None:
+    def _find_unfit(
+        self, rows: np.ndarray, made: Features, errors: dict[int, str], own: Sequence[GenerationOptions]
+    ) -> None:
         """Add errors for rows that the model has no embedding or too few positions for."""
         for name in self.task.token_arrays:
             tokens = made.arrays.get(name)
@@ -185,9 +228,13 @@ class RowReader:
                     errors[int(rows[row])] = f"unknown_token: {reason}"
         tokens = made.arrays.get(INPUT_IDS)
         if self.max_prompt is not None and isinstance(tokens, Ragged):
-            for row in np.flatnonzero(tokens.lengths > self.max_prompt).tolist():
-                reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.max_prompt}"
-                errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
+            job = self.settings.generation
+            more = [0 if job is None else one.max_new_tokens - job.max_new_tokens for one in own]
+            room = self.max_prompt - np.array(more or [0], np.int64)
+            for row in np.flatnonzero(tokens.lengths > room).tolist():
+                left = max(0, int(room[row if own else 0]))
+                reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {left}"
+                errors.setdefault(int(rows[row]), f"{reason} before the new ones; lower max_new_tokens or shorten it")
 
 
 def beyond_embeddings(tokens: Ragged, embeddings: int | None, tokenizer: Any) -> dict[int, str]:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 MARK_TOKENS = 24
 "More than the tokens of any mark of reasoning, and of the space after it."
-REASONING = pa.field("reasoning", pa.string())
-ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
+TEXT, REASONING = pa.field("generated_text", pa.string()), pa.field("reasoning", pa.string())
+PROMPT_TOKENS = pa.field("prompt_tokens", pa.int32())
+COUNTS = (PROMPT_TOKENS, pa.field("generated_tokens", pa.int32()), pa.field("finish_reason", pa.string()))
+MEAN, EACH = pa.field("logprob", pa.float32()), pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class WritingTask(BaseTask):
@@ -68,9 +70,11 @@ class WritingTask(BaseTask):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"; if the chat
-        template has marks of reasoning, the reasoning too."""
-        return ANSWERS if options.marks is None else ANSWERS.insert(1, REASONING)
+        """Return the generated text, the numbers of tokens, and the finish reason: "stop" or "length"; if the chat
+        template has marks of reasoning, the reasoning too, and log-probabilities if they are asked for."""
+        reasoning = [] if options.marks is None else [REASONING]
+        logprobs = {None: [], "mean": [MEAN], "tokens": [MEAN, EACH]}[options.logprobs]
+        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -79,23 +83,26 @@ class WritingTask(BaseTask):
 
         Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
-        texts, reasonings, counts, reasons = [], [], [], []
+        schema = self.output_schema(spec, options)
+        columns: dict[str, list[Any]] = {name: [] for name in schema.names}
         for row, answer in enumerate(answers):
             written = answer[(answer != NOTHING) & (answer != END)]
             text = decoded(processor, written, kept=options.marks or ())
-            place = stop_place(text, options.stop)
-            reasoning, text = None, text[:place]
+            place = stop_place(text, options.own[row].stop if options.own else options.stop)
+            found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
+            text = text[:place]
             if options.marks is not None:
                 begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
-                reasoning, text = without_reasoning(text, options.marks, begun=begun)
-            texts.append(text)
-            reasonings.append(reasoning)
-            counts.append(len(written))
-            reasons.append("length" if place is None and END not in answer else "stop")
-        columns: dict[str, Any] = {"generated_text": texts, REASONING.name: reasonings}
-        columns |= {"generated_tokens": counts, "finish_reason": reasons}
-        schema = self.output_schema(spec, options)
-        return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+                found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)
+            found["generated_text"] = text
+            found["finish_reason"] = "length" if place is None and END not in answer else "stop"
+            found["prompt_tokens"] = None if options.features is None else options.features.lengths[row]
+            if options.logprobs is not None:
+                found["token_logprobs"] = each = options.written[row]
+                found["logprob"] = each.mean() if len(each) else 0.0
+            for name in columns:
+                columns[name].append(found[name])
+        return pa.table(columns, schema=schema)
 
 
 def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:

@@ -19,7 +19,7 @@ from torchlake.errors import DataError
 from torchlake.labels.values import to_plain_array
 from torchlake.models import load
 from torchlake.models.config import decoder_start
-from torchlake.tasks import TEXT, Inputs, _pretrained, _tokens
+from torchlake.tasks import EXTRA, TEXT, Inputs, _pretrained, _tokens
 from torchlake.tasks._writing import WritingTask
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ DECODER_IDS = "decoder_input_ids"
 class Text2textGeneration(WritingTask):
     """An encoder-decoder of transformers."""
 
-    inputs = {"text": TEXT}
+    inputs = {"text": TEXT, "options": EXTRA}
+    optional = ("options",)
     auto_class = "AutoModelForSeq2SeqLM"
     hub_task = "text2text-generation"
     options = {"prefix": "", "max_target_tokens": 128}

@@ -83,9 +83,9 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
 class TextGeneration(WritingTask):
     """A causal language model, which learns its texts and writes their continuations."""
 
-    inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA}
-    "Strings or conversations; what follows them; the tools of each conversation."
-    optional = ("completion", "tools")
+    inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA, "options": EXTRA}
+    "Strings or conversations; what follows them; the tools of each conversation; options of answers."
+    optional = ("completion", "tools", "options")
     has_labels = False
     problems = PROBLEMS
     auto_class = "AutoModelForCausalLM"
