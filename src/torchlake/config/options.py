@@ -158,6 +158,12 @@ class GenerationArguments(SamplingArguments, PromptArguments, total=False):
     seed: int | None
 
 
+class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=False):
+    """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so."""
+
+    chat: bool
+
+
 class PredictOptions(JobArguments, SamplingArguments, PromptArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 

@@ -135,11 +135,6 @@ class Text2textGeneration(WritingTask):
         """Return a trained model; it has no classes to check."""
         return load.load_model(folder, auto_class=self.auto_class, **options)
 
-    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
-        """Return the share of texts that are their targets, except for space around them."""
-        pairs = zip(scored["generated_text"].to_pylist(), labels.to_pylist(), strict=True)
-        return {"exact_match": float(np.mean([written.strip() == wanted.strip() for written, wanted in pairs]))}
-
 
 def _texts(array: pa.Array) -> pa.Array:
     """Return a column of targets as one array of strings. Raises DataError for other types."""
