@@ -72,7 +72,7 @@ def with_prompts(
             log.info("prompt: its text goes to the model as it is; with --chat (chat=True) it is a turn of the user")
     tools = given.get("tools", ())
     if isinstance(tools, str | Path):
-        if Path(tools).suffix == ".json" or Path(tools).exists():
+        if isinstance(tools, Path) or tools.endswith(".json"):
             tools = _tools_in(Path(tools))
         else:
             spec, tools = replace(spec, inputs={**spec.inputs, "tools": str(tools)}), ()
