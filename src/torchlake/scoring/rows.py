@@ -22,7 +22,7 @@ from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions, PromptOptions
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, Writer
 from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
@@ -30,8 +30,8 @@ from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
 from torchlake.tasks._prompts import read_prompts, with_examples
 from torchlake.tasks._row_options import OPTIONS, row_options, with_seeds
 
-Runtime = str | Callable[..., Forward]
-"A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
+Runtime = str | Callable[..., Forward | Writer]
+"A runtime's name, or a module-level function like a runtime's `load` (text generation: `open_writer`)."
 
 
 @dataclass(frozen=True, kw_only=True)
