@@ -411,7 +411,8 @@ def chunk_rows_of(settings: ScoringSettings, spec: TaskSpec) -> int | RowCost | 
         rows: int | RowCost | None = plugins.load("tasks", spec.task).chunk_rows
         return rows
     token_s = folders.weight_bytes(settings.model) / WEIGHT_BYTES_PER_S
-    return RowCost(row_s=settings.generation.max_new_tokens * token_s, byte_s=token_s / BYTES_PER_TOKEN)
+    answers = settings.samples * settings.generation.num_beams
+    return RowCost(row_s=settings.generation.max_new_tokens * token_s * answers, byte_s=token_s / BYTES_PER_TOKEN)
 
 
 def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
