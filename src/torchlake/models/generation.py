@@ -136,6 +136,9 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     if options.num_beams > 1 and (options.temperature > 0 or drawing):
         others = ", ".join(["temperature"] * (options.temperature > 0) + drawing)
         raise UsageError(f"num_beams and {others}: beams are searched without sampling. Leave one of them out.")
+    of_steps = [name for name in ("presence_penalty", "frequency_penalty") if given.get(name)]
+    if options.num_beams > 1 and of_steps:
+        raise UsageError(f"num_beams and {', '.join(of_steps)}: beams have the penalty repetition_penalty only.")
     if options.temperature == 0 and drawing:
         raise UsageError(
             f"{', '.join(drawing)}: there is no sampling at temperature 0. Set a temperature above 0 as well."

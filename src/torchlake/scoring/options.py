@@ -22,7 +22,7 @@ from torchlake.jobs.options import OutputOptions, check_values, output_options, 
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
-from torchlake.models.load import EMBEDS, load_spec
+from torchlake.models.load import EMBEDS, embeddings, load_spec
 from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
@@ -293,6 +293,9 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
     if all_probabilities:
         raise UsageError("all_probabilities: a text generation model has no classes.")
     check_settings(folder, options)
+    size = embeddings(folder) if options.stop_token_ids else None
+    if size is not None and max(options.stop_token_ids) >= size:
+        raise UsageError(f"stop_token_ids: {max(options.stop_token_ids)}: {folder} has the tokens 0 to {size - 1}.")
     left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(

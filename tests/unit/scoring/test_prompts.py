@@ -133,7 +133,7 @@ def test_prompts_are_part_of_the_job(model: Path, tmp_path: Path) -> None:
         ({"text": "title", "tools": "nothing.json"}, UsageError, "No such file"),
         ({"text": "title", "tools": "toolz"}, TableError, "no tools column 'toolz'"),
         ({"text": "title", "template_options": {"messages": 1}}, UsageError, "torchlake sets it"),
-        ({"prompt": "{title}", "examples": [{"body": "a"}]}, TableError, "no column 'title'"),
+        ({"prompt": "{title}", "examples": [{"body": "a"}]}, UsageError, "no column 'title'"),
         ({"prompt": "{title}", "examples": [{"title": "a", "x": "b", "y": "c"}]}, UsageError, "has x, y"),
         ({"prompt": "{title}", "examples": [{"title": "a", "x": None}]}, UsageError, "row 0 lacks"),
     ],
@@ -150,7 +150,7 @@ def test_options_without_effect_are_named(model: Path, tiny_bert: Path, caplog: 
     seq2seq = plugins.load("tasks", "text2text_generation")
     for task, words in ((seq2seq, "reads text"), (plugins.load("tasks", "text_classification"), "generation only")):
         with pytest.raises(UsageError, match=words):
-            with_prompts({"system": "x"}, task, None, tiny_bert, chat=False)  # type: ignore[arg-type]
+            with_prompts({"system": "x"}, task, tiny.SPEC, tiny_bert, chat=False)
 
 
 @pytest.mark.parametrize(
