@@ -96,6 +96,8 @@ class PromptOptions:
     "Messages that come after the system text, by turns of the user and the assistant."
     tools: tuple[Mapping[str, Any], ...] = ()
     "JSON schemas of the tools of every conversation."
+    chat_template: str | None = None
+    "The chat template; None: the tokenizer's."
     template_options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the chat template."
     continue_final_message: bool = False
@@ -158,8 +160,7 @@ def check_values(options: GenerationOptions) -> None:
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
         "n": not 1 <= options.n <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
         "min_p": options.min_p is not None and not 0 <= options.min_p <= 1 and "is a share from 0 to 1",
-        "min_new_tokens": not 0 <= options.min_new_tokens <= options.max_new_tokens
-        and f"is from 0 to max_new_tokens, {options.max_new_tokens}",
+        "min_new_tokens": options.min_new_tokens < 0 and "is 0 or more",
         "repetition_penalty": not 0 < options.repetition_penalty <= 100 and "is a number above 0, up to 100",
         "presence_penalty": not -100 <= options.presence_penalty <= 100 and "is a number from -100 to 100",
         "frequency_penalty": not -100 <= options.frequency_penalty <= 100 and "is a number from -100 to 100",

@@ -51,6 +51,8 @@ from torchlake.tasks._row_options import OPTIONS, find_options
 
 log = logging.getLogger(__name__)
 
+COLUMN = "prompt"
+"The column of prompts that is found by its name if there is no other."
 FIRST_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "chat")
 PROMPTS = tuple(PromptArguments.__annotations__)
 COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"}
@@ -319,7 +321,8 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
         check_columns(schema, {"text": TEXT}, settings.spec, where)
         return settings
     read = replace(settings.spec, rows=replace(spec.rows, chat=settings.generation.chat))
-    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), read)
+    folder = Path(settings.model) if settings.prompts.chat_template is None else None
+    chat = check_prompts(schema, settings.text, where, task, folder, read)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
 
@@ -333,6 +336,8 @@ def with_table(
     if not task.packs:
         columns = {**spec.inputs, **_options_column(settings, schema)}
         return replace(settings, inputs=columns), replace(spec, inputs=columns)
+    if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:
+        spec = replace(spec, text=COLUMN)
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
     columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema)}

@@ -95,6 +95,9 @@ def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
     assert joined(written(model, prompt="{title}", tools=TOOLS)) == texts(model, rendered(tools=TOOLS))
     by_row = [*rendered(tools=TOOLS)[:1], *rendered()[1:]]
     assert joined(written(model, text="title", tools="tools")) == texts(model, by_row)
+    for own in ("{{ messages[-1].content }}!", "{{ messages[-1].content }}{{ quick }}"):
+        made = written(model, text="title", chat_template=own, template_options={"quick": "!"})
+        assert joined(made) == texts(model, [user and f"{user}!" for user in USERS])
     as_text = [user and f"a b\n\n{user}" for user in USERS]
     assert joined(written(model, prompt="{title}", examples=few)) == texts(model, as_text)
 
