@@ -9,7 +9,7 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +163,12 @@ def language_token(folder: Path, language: str) -> int:
         known = f"It knows {', '.join(sorted(names))}." if names else "Its tokenizer has no tokens of languages."
         raise UsageError(f"language={language!r}: {folder} does not translate into it. {known}")
     return names[language.strip("_")]
+
+
+def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end tokens: those of `settings_of` (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
 
 
 def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:

@@ -17,6 +17,10 @@ for text generation
                                 `options`: a `GenerationOptions`; returns answers (B, W) int32 instead of logits, as in
                                 torchlake/models/generation.py. If the Forward takes `watch`, it gets a `Watch`: it
                                 continues texts, and reports those that have ended
+    cannot_write(options) -> str | None
+                                why it cannot write with these options; a runtime without it can with all
+    load_log_probs(folder, spec, *, device) -> LogProbs
+                                if `load` returns no logits of answers, or at a greater cost
 
 and for an export that `models/exports.py` stores in the model folder
 
@@ -31,11 +35,13 @@ time. The result of a row depends neither on other rows nor on padding, except f
 its scales from calibration or from each token, never from the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 Forward = Callable[..., np.ndarray]
+LogProbs = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
+"The log-probability of each token of the answers that follow prompts, both as token ids, row by row."
 
 
 def first_reason(*, model: str | None = None, machine: str | None = None, library: str | None = None) -> str | None:

@@ -34,6 +34,7 @@ from torchlake.models.generation import (
     GenerationOptions,
     Watch,
     decoded,
+    end_tokens,
     language_token,
     settings_of,
     stop_place,
@@ -67,7 +68,7 @@ def generator(
         own["decoder_start_token_id"] = own["bos_token_id"] if "bos_token_id" in own else decoder_start(model.config)
     if options.language is not None:
         own["forced_bos_token_id"] = language_token(folder, options.language)
-    ends = own["eos_token_id"] = list(ends) or _ends(own, tokenizer)
+    ends = own["eos_token_id"] = list(ends) or end_tokens(own, tokenizer)
     # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
@@ -256,12 +257,6 @@ class _Stopping(StoppingCriteria):
         if self.watch is not None and written.shape[1] < self.most:  # else all of them end
             self.watch.report(self.watch.rows, self.over, partial(self.answers, written))
         return torch.from_numpy(self.over.copy()).to(input_ids.device)
-
-
-def _ends(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
-    named = own.get("eos_token_id", tokenizer.eos_token_id)
-    return sorted(named) if isinstance(named, list) else [named]
 
 
 def _answers(written: np.ndarray, ends: Sequence[int], stopped: np.ndarray, width: int) -> np.ndarray:
