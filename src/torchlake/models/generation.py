@@ -9,8 +9,8 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,29 +53,6 @@ class GenerationOptions:
     "The seed that, with the row's text, determines the sampled tokens."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
-
-
-Answers = Callable[["np.ndarray"], "np.ndarray"]
-"Returns the answers (M, up to W) of some places in a batch as far as they are written, (M,) int64."
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What a generator may be called with besides a batch: it continues texts, and reports after every token.
-
-    `report(rows, ended, answers)` gets the numbers (B,) of the rows that are written together, which of them have ended
-    (B,) bool, and `answers`.
-    """
-
-    report: "Callable[[np.ndarray, np.ndarray, Answers], None]"
-    rows: "np.ndarray"
-    "(B,) int64, the number of each row of the batch."
-    begun: "np.ndarray"
-    "(B, K) int32, the first tokens of the answers, which were written before; K is below `max_new_tokens`."
-
-    def of(self, places: "np.ndarray") -> "Watch":
-        """Return the watch of some rows of the batch."""
-        return replace(self, rows=self.rows[places], begun=self.begun[places])
 
 
 def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOptions | None:
@@ -163,12 +140,6 @@ def language_token(folder: Path, language: str) -> int:
         known = f"It knows {', '.join(sorted(names))}." if names else "Its tokenizer has no tokens of languages."
         raise UsageError(f"language={language!r}: {folder} does not translate into it. {known}")
     return names[language.strip("_")]
-
-
-def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Return the end tokens: those of `settings_of` (chat models have several), or else the tokenizer's."""
-    named = own.get("eos_token_id", tokenizer.eos_token_id)
-    return sorted(named) if isinstance(named, list) else [named]
 
 
 def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:

@@ -2,43 +2,34 @@
 
 Rows go in and come out as ids, which `vocabulary.json` turns into the tokens that the library reads. A batch is written
 by one call of the library, which takes the most likely token of each row; it reports each token to a callback. The
-callback decides what ends a row: an end token, a stop string, or the limit. It has to, because the library reads only
-the part of the prompts that all rows of a batch have, and writes the rest of them as if it were an answer: prompts may
-contain end tokens. A row that has ended leaves the batch at once.
+callback ends rows: at an end token, a stop string, or the row's own limit. A row that has ended leaves the batch at
+once. The library reads the part of the prompts that all rows of a batch have at once, and the rest of the longer ones
+token by token beside the texts of the shorter ones, so that rows of a batch should have prompts of similar lengths.
 
 The library has no function that returns the scores of the next token and takes one in (a call for each token would read
 the prompt again), so texts are not sampled.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config
-from torchlake.models.generation import (
-    END,
-    NON_FINITE,
-    NOTHING,
-    GenerationOptions,
-    Watch,
-    decoded,
-    end_tokens,
-    language_token,
-    settings_of,
-    stop_place,
-)
+from torchlake.models.generation import NON_FINITE, GenerationOptions, language_token, settings_of
 from torchlake.models.load import load_tokenizer
-from torchlake.runtimes import Forward, LogProbs, _ctranslate2_export, _exported
+from torchlake.runtimes import EMPTY, Report, Text, _ctranslate2_export, _exported
+from torchlake.runtimes._writing.row import Row
+from torchlake.runtimes._writing.static import end_tokens
 
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 "The options of `GenerationOptions` that it computes; others must have their default."
-NEVER = 2**30
-"An end token that no model has: the callback ends rows."
 SPREAD = 1.5
 "Prompts of a batch that are longer than this many times the shortest one are written in a batch of their own."
 SCORED_TOKENS = 1024
@@ -65,7 +56,15 @@ class Converted:
         place = _exported.export_folder(folder, name, calibrated=False, task=spec.task)
         self.folder, self.apart = folder, bool(load_config(folder).is_encoder_decoder)
         self.names = np.array(_ctranslate2_export.vocabulary(place), dtype=object)
-        self.model = _ctranslate2_export.opened(place, reads_apart=self.apart, kind=kind)
+        held = [_ctranslate2_export.opened(place, reads_apart=self.apart, kind=kind)]
+        # Its threads must end before the interpreter does, or the process aborts at its end.
+        finalize(self, held.clear)
+        self._held = held
+
+    @property
+    def model(self) -> Any:
+        """The library's model."""
+        return self._held[0]
 
     def scores(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         """Return the logits (B, L, V) of texts (B, L)."""
@@ -77,150 +76,152 @@ class Converted:
 
     def log_probs(self, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probability of each token of the answers, which follow the prompts."""
-        reads, options = self._named(prompts), {"max_input_length": 0, "batch_type": "tokens"}
+        reads, options = self.named(prompts), {"max_input_length": 0, "batch_type": "tokens"}
         if self.apart:  # the library adds the end token
-            made = self.model.score_batch(reads, self._named(answers), max_batch_size=SCORED_TOKENS, **options)
+            made = self.model.score_batch(reads, self.named(answers), max_batch_size=SCORED_TOKENS, **options)
             return [np.array(one.log_probs)[: len(own)] for one, own in zip(made, answers, strict=True)]
-        whole = [[*first, *then] for first, then in zip(reads, self._named(answers), strict=True)]
+        whole = [[*first, *then] for first, then in zip(reads, self.named(answers), strict=True)]
         made = self.model.score_batch(whole, max_batch_size=SCORED_TOKENS, **options)
-        return [np.array(one.log_probs)[len(one.log_probs) - len(own) :] for one, own in zip(made, answers, strict=True)]
+        return [
+            np.array(one.log_probs)[len(one.log_probs) - len(own) :] for one, own in zip(made, answers, strict=True)
+        ]
 
-    def generator(self, options: GenerationOptions) -> Forward:
-        """Return the Forward that answers prompts."""
-        if reason := cannot_write(options):
-            raise UsageError(reason)
-        own, tokenizer = settings_of(self.folder), load_tokenizer(self.folder)
-        if options.language is not None:
-            own["forced_bos_token_id"] = language_token(self.folder, options.language)
-        rules = _Rules(options, tokenizer, frozenset(end_tokens(own, tokenizer)), own.get("forced_eos_token_id") is not None)
-        refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))
-        named = {"suppress_sequences": self._named(map(np.array, refused))} if refused else {}
-        forced = [] if own.get("forced_bos_token_id") is None else [own["forced_bos_token_id"]]
-
-        def generate(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch | None = None) -> np.ndarray:
-            lengths = attention_mask.sum(axis=1)
-            answers = np.full((len(lengths), options.max_new_tokens), NOTHING, np.int32)
-            # Refused tokens would also be refused while the rest of a prompt is written.
-            for rows in _alike(lengths, 1.0 if refused else SPREAD):
-                begun = np.zeros((len(rows), 0), np.int32) if watch is None else watch.begun[rows]
-                some = None if watch is None else watch.of(rows)
-                prompts = [input_ids[row, : lengths[row]] for row in rows]
-                answers[rows] = self._write(prompts, begun, _Progress(rules, some, begun), forced, named)
-                if some is not None:  # the next rows may take long
-                    some.report(some.rows, np.ones(len(rows), bool), answers[rows].__getitem__)
-            return answers
-
-        return generate
-
-    def _write(
-        self,
-        prompts: Sequence[np.ndarray],
-        begun: np.ndarray,
-        progress: "_Progress",
-        forced: Sequence[int],
-        options: Mapping[str, Any],
-    ) -> np.ndarray:
-        """Return the answers (B, W) to prompts, of which `begun` (B, K) is written."""
-        if self.apart:
-            first = np.array([forced] * len(begun), np.int32).reshape(len(begun), -1) if begun.shape[1] == 0 else begun
-            progress.begin(first, np.full(len(first), first.shape[1]))
-            if progress.limit > first.shape[1]:
-                self.model.translate_batch(
-                    self._named(prompts),
-                    target_prefix=self._named(first),
-                    beam_size=1,
-                    max_input_length=0,
-                    max_decoding_length=progress.limit,
-                    min_decoding_length=0,
-                    end_token=[NEVER],
-                    return_scores=True,
-                    callback=progress,
-                    **options,
-                )
-            return progress.answers(np.arange(len(begun)))
-        reads = [np.concatenate([prompt, own]) for prompt, own in zip(prompts, begun, strict=True)]
-        lengths = np.array([len(each) for each in reads])
-        progress.begin(begun, lengths - lengths.min())
-        self.model.generate_batch(
-            self._named(reads),
-            max_batch_size=int(lengths.sum() + lengths.max() * len(lengths)),  # all of them at once
-            batch_type="tokens",
-            max_length=int(lengths.max() - lengths.min()) + progress.limit - begun.shape[1],
-            include_prompt_in_result=False,
-            end_token=[NEVER],
-            return_scores=True,
-            callback=progress,
-            **options,
-        )
-        return progress.answers(np.arange(len(begun)))
-
-    def _named(self, rows: Any) -> list[list[str]]:
+    def named(self, rows: Iterable[Any]) -> list[list[str]]:
+        """Return rows of ids as the library reads them."""
         return [self.names[np.asarray(row, np.int64)].tolist() for row in rows]
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """What ends texts."""
+class ConvertedWriter:
+    """A Writer by a converted model: batches of prompts, each written by one call of the library."""
 
-    options: GenerationOptions
-    tokenizer: Any
-    ends: frozenset[int]
-    forced_end: bool
-    "Whether the model's end token is forced at the limit: it takes the place of the last token."
+    refills = False
+
+    def __init__(self, converted: Converted, options: GenerationOptions) -> None:
+        if reason := cannot_write(options):
+            raise UsageError(reason)
+        folder = converted.folder
+        own, self._tokenizer = settings_of(folder), load_tokenizer(folder)
+        self._converted, self._ends = converted, end_tokens(own, self._tokenizer)
+        self._first = (
+            own.get("forced_bos_token_id") if options.language is None else language_token(folder, options.language)
+        )
+        # An end that is forced on rows that reach the limit is no part of a text: the rows end before it.
+        self._unwritten = int(own.get("forced_eos_token_id") is not None)
+        refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))
+        self._options = {"suppress_sequences": converted.named(refused)} if refused else {}
+        self._rows: dict[int, Row] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows that have not ended."""
+        return list(self._rows)
+
+    def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
+        """Take a row. Raises UsageError for options that the library does not compute."""
+        if reason := cannot_write(options):
+            raise UsageError(reason)
+        self._rows[row] = Row(
+            number=row,
+            prompt=ids,
+            options=options,
+            ends=self._ends,
+            tokenizer=self._tokenizer,
+            tokens=begun.tokens.tolist(),
+            limit=options.max_new_tokens - self._unwritten,
+        )
+
+    def text(self, row: int) -> Text:
+        """Return what is written of a row that has not ended."""
+        return self._rows[row].text
+
+    def step(self, report: Report) -> None:
+        """Write a batch: the shortest prompt, and those that are not much longer."""
+
+        def tell() -> None:
+            ended = [row.ended for row in self._rows.values() if row.reason is not None]
+            for one in ended:
+                del self._rows[one.row]
+            report(ended)
+
+        try:
+            if self._converted.apart and self._first is not None:
+                for row in self._rows.values():
+                    if row.reason is None and not row.tokens:
+                        row.take(self._first)
+            running = [row for row in self._rows.values() if row.reason is None]
+            if running:
+                with closing(_Taking(tell)) as taking:
+                    (self._write_apart if self._converted.apart else self._write)(running, taking)
+            tell()
+        except BaseException:
+            self._rows.clear()
+            raise
+
+    def _write(self, running: Sequence[Row], taking: "_Taking") -> None:
+        """Write the rows with the shortest prompts."""
+        sizes = [len(row.prompt) + len(row.tokens) for row in running]
+        # Refused tokens would also be refused in the rest of a prompt. Beside a prompt of one token, the library takes
+        # the rest of the others for a text.
+        most = min(sizes) * (1 if self._options or min(sizes) == 1 else SPREAD)
+        rows = [row for row, size in zip(running, sizes, strict=True) if size <= most]
+        reads = [np.concatenate([row.prompt, row.tokens]) for row in rows]
+        taking.begin(rows, [0] * len(rows))
+        self._converted.model.generate_batch(
+            self._converted.named(reads),
+            max_batch_size=max(map(len, reads)) * len(rows),  # all of them at once
+            batch_type="tokens",
+            max_length=max(row.limit - len(row.tokens) for row in rows),
+            include_prompt_in_result=False,
+            end_token=self._ends,
+            return_scores=True,
+            callback=taking,
+            **self._options,
+        )
+
+    def _write_apart(self, rows: Sequence[Row], taking: "_Taking") -> None:
+        """Write the rows of an encoder-decoder; what they have already is the beginning of its answer."""
+        reads = [row.prompt for row in rows]
+        taking.begin(rows, [len(row.tokens) for row in rows])
+        self._converted.model.translate_batch(
+            self._converted.named(reads),
+            target_prefix=self._converted.named([row.tokens for row in rows]),
+            max_batch_size=max(map(len, reads)) * len(rows),
+            batch_type="tokens",
+            beam_size=1,
+            max_input_length=0,
+            max_decoding_length=max(row.limit for row in rows),
+            min_decoding_length=0,
+            end_token=self._ends,
+            return_scores=True,
+            callback=taking,
+            **self._options,
+        )
 
 
-class _Progress:
-    """The callback of a batch: keeps the tokens of its rows, decides what ends them, and reports to the watch."""
+class _Taking:
+    """The library's callback: gives each row its tokens, and ends it."""
 
-    def __init__(self, rules: _Rules, watch: Watch | None, begun: np.ndarray) -> None:
-        self.rules, self.watch = rules, watch
-        self.limit = rules.options.max_new_tokens - rules.forced_end
-        self.written: list[list[int]] = []
-        self.over = np.zeros(len(begun), bool)
-        self.ended, self.non_finite = self.over.copy(), self.over.copy()
-        self.step = 0
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+        self._rows: Sequence[Row] = ()
+        self._left: Sequence[int] = ()
+        self._step = 0
 
-    def begin(self, written: np.ndarray, left: np.ndarray) -> None:
-        """Begin with the tokens `written` (B, K), and `left` (B,) tokens of each prompt that the library writes."""
-        self.written, self.left = written.tolist(), left.tolist()
+    def begin(self, rows: Sequence[Row], left: Sequence[int]) -> None:
+        """Begin with rows, of which `left` tokens each are called with before the first new one."""
+        self._rows, self._left = rows, left
+
+    def close(self) -> None:
+        """Forget the rows: the library's thread may be the last that holds this, and must not be what ends itself."""
+        self._rows, self._tell = (), None
 
     def __call__(self, made: Any) -> bool:
-        """Take one token of one row; return whether the row ends."""
-        if made.step != self.step:
-            self.step = made.step
-            if self.watch is not None:
-                self.watch.report(self.watch.rows, self.over, self.answers)
-        row = made.batch_id
-        if made.step < self.left[row]:
+        """Take a token of a row; return whether the row ends."""
+        if made.step != self._step and self._tell is not None:
+            self._step = made.step
+            self._tell()
+        row = self._rows[made.batch_id]
+        if made.step < self._left[made.batch_id]:
             return False
-        self.non_finite[row] |= not np.isfinite(made.log_prob)
-        if made.token_id in self.rules.ends:
-            self.ended[row] = self.over[row] = True
-            return True
-        own, stop = self.written[row], self.rules.options.stop
-        own.append(made.token_id)
-        stopped = bool(stop) and stop_place(decoded(self.rules.tokenizer, own), stop) is not None
-        self.over[row] = stopped or len(own) >= self.limit
-        return bool(self.over[row])
-
-    def answers(self, places: np.ndarray) -> np.ndarray:
-        """Return the answers (M, W) int32 of some rows as far as they are written."""
-        found = np.full((len(places), self.rules.options.max_new_tokens), NOTHING, np.int32)
-        for answer, row in zip(found, places.tolist(), strict=True):
-            tokens = self.written[row] + [END] * bool(self.ended[row])
-            answer[: len(tokens)] = tokens
-            if self.non_finite[row]:
-                answer[:] = NON_FINITE
-        return found
-
-
-def _alike(lengths: np.ndarray, spread: float) -> list[np.ndarray]:
-    """Return the rows in groups whose longest prompt has at most `spread` times the tokens of the shortest one."""
-    order = np.argsort(lengths, kind="stable")
-    groups: list[list[int]] = []
-    for row in order.tolist():
-        if groups and lengths[row] <= spread * lengths[groups[-1][0]]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [np.array(group) for group in groups]
+        row.take(made.token_id if np.isfinite(made.log_prob) else NON_FINITE)
+        return row.reason is not None

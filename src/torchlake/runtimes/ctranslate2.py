@@ -10,7 +10,7 @@ import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Forward, LogProbs, _ctranslate2, _ctranslate2_export
+from torchlake.runtimes import Forward, LogProbs, Writer, _ctranslate2, _ctranslate2_export
 
 TOLERANCE = 1e-4
 CALIBRATED = False
@@ -38,6 +38,6 @@ def load_log_probs(folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
     return _ctranslate2.Converted(folder, spec, NAME, KIND, device).log_probs
 
 
-def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
+def open_writer(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
     """Load the export for text generation. Raises the errors of `load`."""
-    return _ctranslate2.Converted(folder, spec, NAME, KIND, device).generator(options)
+    return _ctranslate2.ConvertedWriter(_ctranslate2.Converted(folder, spec, NAME, KIND, device), options)

@@ -108,17 +108,17 @@ def scoring_settings(
     spec = _with_length(folder, spec, settings.get("max_length"))
     if plugins.load("tasks", spec.task).packs:  # the prompt alone; tools if the table or the caller names a column
         spec = replace(spec, inputs={name: spec.inputs[name] for name in inputs or {}})
+    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
+    _check_generation(folder, options, all_probabilities)
     devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
     elif runtime is None:
-        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs)
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs, options=options)
         if choice.why == "default" and recorded == REFERENCE:
             choice = replace(choice, runtime=recorded)
     else:
-        choice = requested(folder, spec.task, runtime, pairs=pairs)
-    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
-    _check_generation(folder, options, all_probabilities)
+        choice = requested(folder, spec.task, runtime, pairs=pairs, options=options)
     if "embedding" in settings and spec.task != EMBEDS:
         raise UsageError(
             f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."
