@@ -34,7 +34,8 @@ MAX_HEADER_BYTES = 16 << 20
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 VOCABULARY_SUFFIXES = frozenset({".txt", ".model"})
 
-# Formats whose usual loader is pickle. An OpenVINO `x.bin` beside its `x.xml` is raw numbers, and allowed.
+# Formats whose usual loader is pickle. An OpenVINO `x.bin` beside its `x.xml` is raw numbers, and allowed; so is
+# CTranslate2's `model.bin` among the exports of runtimes, by its first bytes.
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill"})
 CODE_KEYS = frozenset(
     {
@@ -62,6 +63,18 @@ NOT_OPENED = "special_tokens_map_file"
 "Older versions of transformers wrote this path of another machine into tokenizer_config.json; no version opens it."
 
 
+def _is_raw(folder: Path, file: Path) -> bool:
+    """Return whether a file with the name of a pickle holds the raw numbers of an export."""
+    if file.suffix == ".bin" and file.with_suffix(".xml").exists():
+        return True
+    if file.name != "model.bin" or file.relative_to(folder).parts[0] != "runtimes":
+        return False
+    with file.open("rb") as opened:
+        head = opened.read(4)
+    # The number of the format, in four bytes; empty while it is written. Pickles and zip files begin otherwise.
+    return head[1:] in (b"", b"\0\0\0")
+
+
 def check_folder(path: str | Path, *, weights: bool = True) -> None:
     """Refuse a model folder that is not plain data; with `weights=False` the folder may contain only a tokenizer.
 
@@ -75,7 +88,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
     files = list(_files(folder))
     for file in files:
         # Even unused ones: libraries fall back to them, for example if the safetensors file is removed later.
-        if file.suffix.lower() in PICKLES and not (file.suffix == ".bin" and file.with_suffix(".xml").exists()):
+        if file.suffix.lower() in PICKLES and not _is_raw(folder, file):
             raise UnsafeError(
                 f"{file}: refused by the rule 'no pickles': loading such a file can run code. torchlake reads weights "
                 "from *.safetensors only. Convert them (save_pretrained of transformers does), or move the file away."

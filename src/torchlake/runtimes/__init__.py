@@ -15,6 +15,10 @@ for text generation
 
     open_writer(folder, spec, *, device, options) -> Writer
                                 `options`: the job's `GenerationOptions`. Rows may have others, except `language`
+    cannot_write(options) -> str | None
+                                why it cannot write with these options; a runtime without it can with all
+    load_log_probs(folder, spec, *, device) -> LogProbs
+                                if `load` returns no scores of answers, or at a greater cost
 
 and for an export that `models/exports.py` stores in the model folder
 
@@ -38,6 +42,8 @@ import numpy as np
 from torchlake.models.generation import NOTHING, GenerationOptions
 
 Forward = Callable[..., np.ndarray]
+LogProbs = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
+"Returns the log-probability of each token of the answers that follow prompts; rows of token ids in, rows out."
 
 
 @dataclass(frozen=True, kw_only=True)

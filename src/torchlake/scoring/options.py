@@ -135,21 +135,21 @@ def scoring_settings(
     if plugins.load("tasks", spec.task).packs:  # the prompt alone; tools if the table or the caller names a column
         named = {*(inputs or {}), *({"tools"} if isinstance(prompts.get("tools"), str) else ())}
         spec = replace(spec, inputs={name: spec.inputs[name] for name in spec.inputs if name in named})
-    devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
-    if devices > 1:
-        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
-    elif runtime is None:
-        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs)
-        if choice.why == "default" and recorded == REFERENCE:
-            choice = replace(choice, runtime=recorded)
-    else:
-        choice = requested(folder, spec.task, runtime, pairs=pairs)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     if options is not None and options.seed_by == "key" and key is None:
         raise UsageError("seed_by='key': there is no key. Name a column of unique values (--key, key=).")
     if settings.get("explode") and (options is None or options.n == 1):
         raise UsageError("explode: a row has one answer; set n (--n) as well.")
+    devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
+    if devices > 1:
+        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
+    elif runtime is None:
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs, options=options)
+        if choice.why == "default" and recorded == REFERENCE:
+            choice = replace(choice, runtime=recorded)
+    else:
+        choice = requested(folder, spec.task, runtime, pairs=pairs, options=options)
     if "embedding" in settings and spec.task != EMBEDS:
         raise UsageError(
             f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import exports, folders
+from torchlake.models.generation import GenerationOptions
 from torchlake.models.load import uses_token_types
 
 log = logging.getLogger(__name__)
@@ -43,13 +44,15 @@ class RuntimeChoice:
     why: Literal["requested", "runtime.json", "default"]
 
 
-def requested(folder: Path, task: str, runtime: Any, *, pairs: bool = False) -> RuntimeChoice:
+def requested(
+    folder: Path, task: str, runtime: Any, *, pairs: bool = False, options: GenerationOptions | None = None
+) -> RuntimeChoice:
     """Return the requested runtime. Raises UsageError if it cannot run this task, or this model on this machine.
 
-    `pairs`: whether its texts are pairs, here and below.
+    `pairs`: whether its texts are pairs; `options`: how it writes, if it does; here and below.
     """
     refuse_unable(runtime, task)
-    reason = refusal(runtime, folder, pairs=pairs)
+    reason = refusal(runtime, folder, pairs=pairs, options=options)
     if reason is not None:
         raise UsageError(f"The runtime {runtime!r} cannot run {folder}: {reason}")
     return RuntimeChoice(runtime=runtime, why="requested")
@@ -68,14 +71,16 @@ def _unable(module: Any, task: str) -> str | None:
     return str(module.never.get(task, f"it computes {', '.join(module.tasks)} only; {REFERENCE!r} computes every task"))
 
 
-def refusal(runtime: Any, folder: Path, *, pairs: bool = False) -> str | None:
-    """Return why the runtime cannot run the model with the installed libraries, or None."""
+def refusal(runtime: Any, folder: Path, *, pairs: bool = False, options: GenerationOptions | None = None) -> str | None:
+    """Return why the runtime cannot run the model with the installed libraries, or not write so, or None."""
     if not isinstance(runtime, str) or runtime == REFERENCE:
         return None
     module = plugins.load("runtimes", runtime)
     if not module.TOKEN_TYPES and uses_token_types(folder, pairs=pairs):
         return "it has no input for token types, which this model needs to separate the texts of a pair"
     reason: str | None = module.refusal(folder)
+    if reason is None and options is not None and hasattr(module, "cannot_write"):
+        reason = module.cannot_write(options)
     return reason
 
 
@@ -88,7 +93,14 @@ def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> Runti
     return RuntimeChoice(runtime=REFERENCE, why="default")
 
 
-def chosen(folder: Path, task: str, device: Callable[[], str], *, pairs: bool = False) -> RuntimeChoice:
+def chosen(
+    folder: Path,
+    task: str,
+    device: Callable[[], str],
+    *,
+    pairs: bool = False,
+    options: GenerationOptions | None = None,
+) -> RuntimeChoice:
     """Return the choice of `optimize`; the default if there is none or, with a warning, if it is not valid here.
 
     `device()` returns "cpu" or "cuda", the device of this job.
@@ -98,7 +110,7 @@ def chosen(folder: Path, task: str, device: Callable[[], str], *, pairs: bool = 
         return default_runtime(folder, task, device)
     try:
         value = _read(path)
-        reason = _why_not(folder, task, value, device, pairs=pairs)
+        reason = _why_not(folder, task, value, device, pairs=pairs, options=options)
     except DataError as error:
         reason = str(error)
     if reason is None:
@@ -168,7 +180,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _why_not(
-    folder: Path, task: str, value: Mapping[str, Any], device: Callable[[], str], *, pairs: bool
+    folder: Path,
+    task: str,
+    value: Mapping[str, Any],
+    device: Callable[[], str],
+    *,
+    pairs: bool,
+    options: GenerationOptions | None,
 ) -> str | None:
     """Return why the recorded choice is not valid now, or None."""
     runtime = value["runtime"]
@@ -180,7 +198,7 @@ def _why_not(
         refuse_unable(runtime, task)
     except TorchlakeError as error:
         return str(error)
-    reason = refusal(runtime, folder, pairs=pairs)
+    reason = refusal(runtime, folder, pairs=pairs, options=options)
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
     if lacks_export(folder, runtime, task) is not None:
