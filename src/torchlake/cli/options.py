@@ -7,6 +7,7 @@ Python functions.
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,7 +19,7 @@ import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
-from torchlake.config.options import Option, PredictOptions, types_of
+from torchlake.config.options import LOGPROBS, Option, PredictOptions, types_of
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
@@ -289,10 +290,33 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
         named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
         given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
     given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
-    if "task_options" in given:
-        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
-    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
-    return Given(given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists})
+    for name, flag, example in (
+        ("task_options", "--task-option", "candidate_labels=[good,bad]"),
+        ("template_options", "--template-option", "enable_thinking=false"),
+    ):
+        if name in given:
+            given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])
+    given |= {name: _unescaped(given[name]) for name in ("prompt", "system") if name in given}
+    lists = {"columns", "partition_by", "runtimes", "stop_token_ids"} & given.keys()  # written "a, b", or by themselves
+    given |= {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = [_whole("--stop-token-ids", word) for word in given["stop_token_ids"]]
+    return Given(given)
+
+
+def _whole(option: str, word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise UsageError(f"{option} {word}: expected a whole number.") from None
+
+
+def with_defaults(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line; --logprobs may stand alone."""
+    return [
+        "--logprobs=mean" if (word, following in LOGPROBS) == ("--logprobs", False) else word
+        for word, following in zip(words, [*words[1:], ""], strict=True)
+    ]
 
 
 def _one_or_all(columns: list[str]) -> str | list[str]:
@@ -307,12 +331,17 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     return key, value
 
 
-def _task_option(text: str) -> tuple[str, Any]:
-    """Return the name and the value, written as in YAML, of `--task-option`."""
+def _unescaped(text: str) -> str:
+    """Return text with line breaks and tabs for \\n and \\t, which shells pass on as they are."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
+
+
+def _yaml_pair(option: str, text: str, example: str) -> tuple[str, Any]:
+    """Return the name and the value, written as in YAML, of an option."""
     name, equals, value = text.partition("=")
     try:
         if equals:
             return name, yaml.safe_load(value)
     except yaml.YAMLError:
         pass
-    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")
+    raise UsageError(f"{option} {text}: write it as name=value, such as {example}")

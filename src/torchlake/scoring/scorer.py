@@ -302,7 +302,7 @@ class Scorer:
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
-            if self.task.kept_back:
+            if self.task.kept_back or self.task.generates:
                 options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
             columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
