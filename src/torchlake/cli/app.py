@@ -29,6 +29,10 @@ WRITING = (
     "prompt system examples tools template_options continue_final_message max_new_tokens min_new_tokens temperature "
     "top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams language"
 )
+ENDPOINT = (
+    "endpoint model_name key_env api request_options concurrency requests_per_minute tokens_per_minute max_retries "
+    "price max_cost max_tokens_total insecure_endpoint"
+)
 
 app = typer.Typer(
     name="torchlake",
@@ -121,11 +125,11 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat profile",
+    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat {ENDPOINT} profile",
     o.PredictFlags,
 )
 def predict(
-    model: ModelFolder,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder; none with --runtime http.")],
     table: Annotated[
         str,
         typer.Argument(
@@ -142,6 +146,8 @@ def predict(
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
     engine = given.engine
+    if given["runtime"] == "http" or given["endpoint"]:
+        return lambda: commands.predict_by_endpoint(model, table, output, engine, given)
     if output is None:
         options = given.options | given.some("input profile") | ({} if engine is None else {"engine": engine})
         return lambda: commands.predict_printed(model, table, options, as_json=given.as_json)

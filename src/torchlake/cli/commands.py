@@ -29,6 +29,7 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_insta
 from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
+    from torchlake.cli.options import Given
     from torchlake.engines import Engine
     from torchlake.exporting.export import Format
     from torchlake.exporting.sentence_transformers import Pooling
@@ -194,6 +195,17 @@ def predict(
     return Outcome(values=values, lines=lines)
 
 
+def predict_by_endpoint(table: str, output: str, more: str | None, engine: "Engine | None", given: "Given") -> Outcome:
+    """Have the rows of a stored table answered by an endpoint: the arguments are those of `predict` without a model."""
+    from torchlake.scoring.predict import predict
+
+    if more is not None:
+        raise UsageError("--runtime http reads no model folder: torchlake predict INPUT OUTPUT --runtime http ...")
+    if table == STDIN:
+        raise UsageError(f"--runtime http reads stored tables, not standard input ({STDIN}).")
+    return _scored(predict(None, given.tables(table), output, engine=engine, **given.options))
+
+
 def predict_printed(model: str, table: str, options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Score the lines of standard input and print their answers."""
     if table != STDIN:
@@ -221,6 +233,11 @@ def _scored(done: "Scored") -> Outcome:
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error" + _left_out(done.record),
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
+    usage = done.record["provenance"].get("usage")
+    if usage:
+        values["usage"] = usage
+        shown["tokens"] = ", ".join(f"{usage[name]:,} {name.partition('_')[0]}" for name in usage if name != "cost")
+        shown |= {"cost": f"{usage['cost']:,.4f}"} if "cost" in usage else {}
     lines = fact_lines(shown)
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]

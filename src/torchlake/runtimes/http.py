@@ -77,8 +77,8 @@ class Question:
 
 
 class Asking:
-    """The open requests of one process. `may_start(open, tokens)` says before a request whether it may be sent: how many
-    are open with it, and the estimated tokens of its prompt.
+    """The open requests of one process. `may_start(open, tokens)` says before a request whether it may be sent: the
+    number of those that are open with it, and the estimated tokens of its prompt.
 
     Raises UsageError for a key that is not there.
     """

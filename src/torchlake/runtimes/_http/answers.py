@@ -1,9 +1,9 @@
 """Answers of an endpoint: what a row gets from the body of a response, or why it gets nothing.
 
-    http_400: ...    the endpoint refuses the request          content_filter    it does not show the text
-    bad_answer: ...  what came is not an answer                refused: ...      the model declines
-    length           a text with a form that was cut, or empty because the tokens were used before it began
-    timeout: ...     no whole answer in the time of a row      connection: ...   the connection broke each time
+http_400: ...    the endpoint refuses the request          content_filter    it does not show the text
+bad_answer: ...  what came is not an answer                refused: ...      the model declines
+length           a text with a form that was cut, or empty because the tokens were used before it began
+timeout: ...     no whole answer in the time of a row      connection: ...   the connection broke each time
 """
 
 import base64
@@ -29,13 +29,14 @@ class Answer:
     reasoning: str | None = None
     tool_calls: str | None = None
     "As JSON."
-    finish_reason: str | None = None
+    reasons: tuple[str, ...] = ()
+    "Why each text ended."
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     cached_tokens: int | None = None
     "Those of the prompt that the endpoint had computed before."
-    logprob: float | None = None
-    "The mean of the log-probabilities of the tokens."
+    logprobs: tuple[float, ...] | None = None
+    "The log-probabilities of the tokens of the first text."
     vector: str | None = None
     "Float32 numbers in base64."
     request_id: str | None = None
@@ -56,7 +57,10 @@ class Answer:
 def answer_of(kept: bytes) -> Answer:
     """Return an answer from the journal."""
     value = json.loads(kept)
-    return Answer(**{**value, "texts": tuple(value["texts"])})
+    for name in ("texts", "reasons", "logprobs"):
+        if name in value:
+            value[name] = tuple(value[name])
+    return Answer(**value)
 
 
 def read_answer(endpoint: Endpoint, content: bytes) -> Answer:
@@ -97,7 +101,7 @@ def refused_row(status: int, content: bytes) -> Answer:
     """Return the error row of a request that the endpoint refuses."""
     code, message = message_of(content)
     if code.lower() in FILTERED or (code.lower() == "responsibleaipolicyviolation"):
-        return Answer(error=f"content_filter: {message}", finish_reason="content_filter")
+        return Answer(error=f"content_filter: {message}", reasons=("content_filter",))
     return Answer(error=f"http_{status}: {message}")
 
 
@@ -137,22 +141,21 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
     if not all(isinstance(one, dict) for one in messages):
         raise ValueError("a choice has no message")
     calls = [one["tool_calls"] for one in messages if one.get("tool_calls")]
-    reasons = [one.get("finish_reason") or "stop" for one in choices]
-    reason = next((each for each in ("content_filter", "length") if each in reasons), str(reasons[0]))
+    reasons = tuple(str(one.get("finish_reason") or "stop") for one in choices)
     texts = tuple(_text(one, called=bool(one.get("tool_calls"))) for one in messages)
     answer = Answer(
         texts=texts,
         reasoning=next((one[n] for one in messages for n in ("reasoning_content", "reasoning") if one.get(n)), None),
         tool_calls=json.dumps(calls[0] if endpoint.texts == 1 else calls, ensure_ascii=False) if calls else None,
-        finish_reason=reason,
-        logprob=_logprob(choices[0].get("logprobs")),
+        reasons=reasons,
+        logprobs=_logprobs(choices[0].get("logprobs")),
     )
     refusal = next((one["refusal"] for one in messages if one.get("refusal")), None)
     if refusal is not None:
         return replace(answer, error=f"refused: {str(refusal)[:SHOWN]}")
-    if reason == "content_filter":
+    if "content_filter" in reasons:
         return replace(answer, error="content_filter: the endpoint does not show the text")
-    if reason == "length" and (endpoint.structured or not any(texts)):
+    if "length" in reasons and (endpoint.structured or not any(texts)):
         return replace(answer, error="length: the answer was cut by the maximum of tokens")
     return _chosen(answer, endpoint.choices) if endpoint.choices else answer
 
@@ -182,14 +185,13 @@ def _chosen(answer: Answer, choices: tuple[str, ...]) -> Answer:
     return replace(answer, texts=tuple(picked))
 
 
-def _logprob(value: Any) -> float | None:
-    """Return the mean log-probability of the tokens of a choice, if it has any."""
+def _logprobs(value: Any) -> tuple[float, ...] | None:
+    """Return the log-probabilities of the tokens of a choice, if it has any."""
     if not isinstance(value, dict):
         return None
     tokens = value.get("content")
     found = [one["logprob"] for one in tokens] if isinstance(tokens, list) else value.get("token_logprobs") or []
-    numbers = [float(each) for each in found if each is not None]
-    return sum(numbers) / len(numbers) if numbers else None
+    return tuple(float(each) for each in found if each is not None)
 
 
 def _vector(value: dict[str, Any]) -> Answer:
@@ -207,4 +209,4 @@ def _vector(value: dict[str, Any]) -> Answer:
         found = np.asarray(numbers, dtype=np.float32)
     if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
         raise ValueError("its vector is not a list of numbers")
-    return Answer(vector=base64.b64encode(found.astype("<f4").tobytes()).decode(), finish_reason="stop")
+    return Answer(vector=base64.b64encode(found.astype("<f4").tobytes()).decode())

@@ -151,7 +151,9 @@ class Client:
             if response.status_code not in (301, 302, 303, 307, 308):
                 return Response(response.status_code, headers, self._cleaned_bytes(bytes(content)))
             address = self._redirected(address, response.status_code, headers.get("location", ""))
-        raise UsageError(f"{self.endpoint.url}: more than {MOST_REDIRECTS} redirects. Give the address of the endpoint.")
+        raise UsageError(
+            f"{self.endpoint.url}: more than {MOST_REDIRECTS} redirects. Give the address of the endpoint."
+        )
 
     def _redirected(self, address: str, status: int, location: str) -> str:
         """Return where a redirect leads. Raises UsageError unless that is the same host and the request may be sent."""
@@ -212,9 +214,9 @@ class Client:
                     "authority set SSL_CERT_FILE."
                 ) from None
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._answered:
-            if attempt + 1 >= min(UNREACHED, self.endpoint.max_retries + 1):
-                raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
+        unreached = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._answered
+        if unreached and attempt + 1 >= min(UNREACHED, self.endpoint.max_retries + 1):
+            raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
         return f"connection: {said}"
 
     def _clean(self, text: str) -> str:
@@ -233,7 +235,7 @@ class Client:
         answer = replace(answer, request_id=request_id[:200])
         if self._key is None:
             return answer
-        names = ("reasoning", "tool_calls", "finish_reason", "error", "request_id")
+        names = ("reasoning", "tool_calls", "error", "request_id")
         found: dict[str, Any] = {name: getattr(answer, name) for name in names}
         texts = tuple(map(self._clean, answer.texts))
         return replace(answer, texts=texts, **{n: self._clean(each) for n, each in found.items() if each is not None})

@@ -76,9 +76,9 @@ class Endpoint:
         most = self.options.get("max_tokens", self.options.get("max_completion_tokens", 0))
         return int(most) * self.texts if isinstance(most, int) else 0
 
-    def body(self, prompt: Prompt) -> bytes:
-        """Return the body of the request for a prompt."""
-        value = {"model": self.model, INPUTS[self.api]: prompt, **self.options}
+    def body(self, prompt: Prompt, own: Mapping[str, Any]) -> bytes:
+        """Return the body of the request for a prompt; `own` are the fields of its row."""
+        value = {"model": self.model, INPUTS[self.api]: prompt, **self.options, **own}
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
     def key(self) -> str | None:
@@ -149,25 +149,29 @@ def checked_key_env(name: str | None) -> str | None:
 def body_options(api: Api, generation: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of bodies: options of text generation by their names there, then `more` as they are.
 
-    Raises UsageError for an option that the API does not have.
+    A null in `more` removes a field. Raises UsageError for an option that the API does not have.
     """
     own = next((name for name in more if name in OWN), None)
     if own is not None:
         raise UsageError(f"request_options: {own!r} is not an option: torchlake sets it for each request.")
-    if api == "embeddings":
-        if generation:
-            raise UsageError(f"{', '.join(generation)}: for texts that are written, and embeddings are vectors.")
-        return dict(more)
-    lacking = sorted(generation.keys() - OPTIONS.keys())
+    if generation and api == "embeddings":
+        raise UsageError(f"{', '.join(generation)}: for texts that are written, and embeddings are vectors.")
+    lacking = sorted(generation.keys() - OPTIONS.keys() - {"logprobs"})
     if lacking:
         raise UsageError(
             f"{', '.join(lacking)}: the runtime 'http' does not have it. What an endpoint takes besides can be sent "
             "with request_options (--request-option NAME=VALUE)."
         )
-    found = {OPTIONS[name]: list(value) if isinstance(value, tuple) else value for name, value in generation.items()}
+    found = {
+        OPTIONS[name]: list(value) if isinstance(value, tuple) else value
+        for name, value in generation.items()
+        if name in OPTIONS
+    }
+    if "logprobs" in generation:
+        found["logprobs"] = True if api == "chat" else 1
     if "max_completion_tokens" in more:
         found.pop("max_tokens", None)
-    return {**found, **more}
+    return {name: value for name, value in {**found, **more}.items() if value is not None}
 
 
 def _is_key(name: str) -> bool:

@@ -6,6 +6,7 @@ A budget is for one process, its share of what the job has left. A request start
 open ones, each with the longest answer that it may have, so a job stays below its limits.
 """
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.yaml import read_text, read_yaml
 from torchlake.errors import UsageError
+from torchlake.outputs.parts import PartFolder
 from torchlake.runtimes._http.answers import Answer
 from torchlake.tables.formats.columnar import open_parquet
 
@@ -107,14 +109,16 @@ def spent_on(answers: Iterable[Answer], price: Price | None) -> Spent:
     )
 
 
-def spent_in(location: str, names: Iterable[str], prefix: str, *, priced: bool) -> Spent:
-    """Return what the rows of written parts took. Cost: reading three or four columns."""
+def spent_in(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> Spent:
+    """Return what the rows of written parts took; `columns` are those of the counts, as {count: column}.
+
+    Cost: reading these columns.
+    """
     total = Spent()
-    columns = [*COUNTED, *([COST] if priced else [])]
     for name in names:
-        with open_parquet(f"{location}/{name}") as parquet:
-            rows = parquet.read(columns=[prefix + one for one in columns])
-        sums = {one: pc.sum(rows[prefix + one]).as_py() or 0 for one in columns}
+        with open_parquet(f"{parts.location}/{parts.below}{name}") as parquet:
+            rows = parquet.read(columns=list(columns.values()))
+        sums = {one: pc.sum(rows[column]).as_py() or 0 for one, column in columns.items()}
         total += Spent(rows=rows.num_rows, **sums)
     return total
 
@@ -140,31 +144,35 @@ class BudgetOptions:
 
 
 class Budget:
-    """What is left of a process's share. One thread counts, and asks whether there is room."""
+    """What is left of a process's share."""
 
     def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
         self._options, self._price, self._most = options, price, most_tokens
         self._tokens = self._cost = 0.0
-        self._ratio = FIRST_RATIO
-        self._seen = False
+        self._ratio, self._seen = FIRST_RATIO, False
+        self._counting = threading.Lock()
+        self.closed = False
+        "Whether a row was not asked; then no other one is."
 
     def count(self, answer: Answer, estimate: float) -> None:
         """Count an answer; `estimate` is that of the tokens of its prompt, which count if the endpoint says nothing."""
-        known = answer.prompt_tokens
+        known, written = answer.prompt_tokens, answer.generated_tokens
         prompt = estimate if known is None else known
-        written = answer.generated_tokens
         generated = sum(map(len, answer.texts)) / CHARACTERS if written is None else written
-        self._tokens += prompt + generated
-        self._cost += 0.0 if self._price is None else self._price.cost(prompt, generated, answer.cached_tokens or 0)
-        if known is not None:
-            ratio = known / max(estimate, 1.0)
-            self._ratio, self._seen = max(self._ratio if self._seen else 0.0, ratio), True
-        self._most = max(self._most, int(generated))
+        with self._counting:
+            self._tokens += prompt + generated
+            if self._price is not None:
+                self._cost += self._price.cost(prompt, generated, min(answer.cached_tokens or 0, prompt))
+            if known is not None:
+                self._ratio, self._seen = max(self._ratio if self._seen else 0.0, known / max(estimate, 1.0)), True
+            self._most = max(self._most, int(generated))
 
     def may_start(self, open_requests: int, estimate: float) -> bool:
         """Return whether one more request fits; `open_requests` are open with it."""
         prompt, generated = estimate * self._ratio * open_requests, float(self._most * open_requests)
-        if self._options.tokens is not None and self._tokens + prompt + generated > self._options.tokens:
+        if self.closed or (
+            self._options.tokens is not None and self._tokens + prompt + generated > self._options.tokens
+        ):
             return False
         if self._options.cost is None or self._price is None:
             return True
