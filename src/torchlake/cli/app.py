@@ -110,12 +110,15 @@ def tune(job: JobFile, given: Given) -> Work:
 
 @_command(
     "plan job.yaml --gpu-memory 80GiB",
-    f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency",
+    f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency runtime text tokenizer prompt system chat "
+    f"max_new_tokens {ENDPOINT}",
     o.PlanFlags,
     epilog=SETTINGS,
 )
 def plan(given: Given, job: OptionalJob = None) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
+    if given["runtime"] == "http" or given["endpoint"]:
+        return lambda: commands.plan_endpoint(job, given)
     options = given.some("sample_rows processes gpu_memory flops bandwidth latency")
     return lambda: commands.plan(job, given.settings, options)
 

@@ -143,6 +143,20 @@ def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) 
     return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
 
 
+def plan_endpoint(table: str | None, given: "Given") -> Outcome:
+    """Estimate requests, tokens, cost and time of a job by an endpoint."""
+    from torchlake.planning.spending import facts_of, plan_endpoint
+
+    if table is None:
+        raise UsageError("plan --runtime http: name the table, torchlake plan TABLE --runtime http ...")
+    if unused := sorted(given.some("set processes gpu_memory flops bandwidth latency")):
+        raise UsageError(f"--{unused[0].replace('_', '-')}: for the plan of a training; leave it out.")
+    options = {name: value for name, value in given.options.items() if name not in ("sample_rows", "runtime")}
+    done = plan_endpoint(given.tables(table), sampled=given["sample_rows"] or 2000, **options)
+    lines = [*fact_lines(facts_of(done)), "", *(f"estimated with {line}" for line in done.assumptions)]
+    return Outcome(values=plain(done), lines=lines)
+
+
 def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Search for the best settings of a job, or continue a search."""
     from torchlake.tuning.tune import shown, tune

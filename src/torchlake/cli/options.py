@@ -127,6 +127,7 @@ class PlanFlags(JobFlags):
     flops: Annotated[str, _hardware("RATE", "Operations per second of a rank in training, such as 120T.")]
     bandwidth: Annotated[str, _hardware("RATE", "Bytes per second between ranks, such as 12.5GB.")]
     latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
+    tokenizer: Annotated[str, _input("MODEL", "Of --runtime http: tokenizer that counts (default: a guess).")]
 
 
 class EvaluateFlags:

@@ -346,6 +346,7 @@ def _predict_by_endpoint(
     if engine_of(table) is not None or output is None:
         raise UsageError("The runtime 'http' needs a stored table or a frame in memory, and an output folder.")
     work = endpoint_job(given, text=text, key=key, columns=columns, engine=engine)
+    work.settings.endpoint.key()  # before any work; processes read it from their own environment
     chosen = output_options(given)
     done = table_job(work, table, output_of(output, chosen.target), with_chunks(chosen), work.engine)
     return Scored(**done.outcome._asdict(), profile={})

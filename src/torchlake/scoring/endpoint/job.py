@@ -263,16 +263,12 @@ def endpoint_job(
     columns: Sequence[str],
     engine: Engine | None,
 ) -> EndpointJob:
-    """Return the work of the options of `predict`. Raises UsageError for mistakes, and ConfigError for those in prices.
-
-    The key has to be in this process's environment, too.
-    """
+    """Return the work of the options of `predict`. Raises UsageError, and ConfigError for a file of prices."""
     http.check_library()
     refused = sorted(name for name in given if name not in TAKEN and given[name] not in (None, False))
     if refused:
         raise UsageError(f"{', '.join(refused)}: for a model folder; the runtime 'http' does not have it.")
     endpoint, generation, prompts, spec = _endpoint(given, text)
-    endpoint.key()
     price = None if given.get("price") is None else read_price(given["price"], endpoint.model)
     limits = JobLimits(**{name: given[name] for name in JobLimits.__dataclass_fields__ if given.get(name) is not None})
     for name, value in asdict(limits).items():
