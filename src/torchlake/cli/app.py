@@ -26,8 +26,9 @@ OptionalJob = Annotated[
 ROWS = "where sample limit"
 ENGINE = "engine processes set"
 WRITING = (
-    "prompt system examples tools template_options continue_final_message max_new_tokens min_new_tokens temperature "
-    "top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams language"
+    "prompt system examples tools chat_template template_options continue_final_message max_new_tokens min_new_tokens "
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams "
+    "language"
 )
 ENDPOINT = (
     "endpoint model_name key_env api request_options concurrency requests_per_minute tokens_per_minute max_retries "

@@ -140,6 +140,7 @@ class PromptArguments(TypedDict, total=False):
     system: Annotated[str | None, _text("TEXT", "System text before conversations and prompts.")]
     examples: Annotated[Any, _text("TABLE", "Prompts and answers (column completion) that every prompt begins with.")]
     tools: Annotated[Any, _text("FILE|COLUMN", "Tools of every conversation, a JSON file, or those of each row.")]
+    chat_template: Annotated[str | None, _text("FILE", "Jinja chat template in place of the tokenizer's.")]
     template_options: Annotated[
         Mapping[str, Any] | None,
         _text(

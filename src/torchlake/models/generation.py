@@ -9,8 +9,8 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,8 @@ class PromptOptions:
     "Messages that come after the system text, by turns of the user and the assistant."
     tools: tuple[Mapping[str, Any], ...] = ()
     "JSON schemas of the tools of every conversation."
+    chat_template: str | None = None
+    "The chat template; None: the tokenizer's."
     template_options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the chat template."
     continue_final_message: bool = False
@@ -105,30 +107,10 @@ class PromptOptions:
 
     def given(self) -> dict[str, Any]:
         """Return what is not as by default."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
-
-
-Answers = Callable[["np.ndarray"], "np.ndarray"]
-"Returns the answers (M, up to W) of some places in a batch as far as they are written, (M,) int64."
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What a generator may be called with besides a batch: it continues texts, and reports after every token.
-
-    `report(rows, ended, answers)` gets the numbers (B,) of the rows that are written together, which of them have ended
-    (B,) bool, and `answers`.
-    """
-
-    report: "Callable[[np.ndarray, np.ndarray, Answers], None]"
-    rows: "np.ndarray"
-    "(B,) int64, the number of each row of the batch."
-    begun: "np.ndarray"
-    "(B, K) int32, the first tokens of the answers, which were written before; K is below `max_new_tokens`."
-
-    def of(self, places: "np.ndarray") -> "Watch":
-        """Return the watch of some rows of the batch."""
-        return replace(self, rows=self.rows[places], begun=self.begun[places])
+        plain = PromptOptions()
+        return {
+            one.name: value for one in fields(self) if (value := getattr(self, one.name)) != getattr(plain, one.name)
+        }
 
 
 def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOptions | None:
@@ -156,6 +138,9 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     if options.num_beams > 1 and (options.temperature > 0 or drawing):
         others = ", ".join(["temperature"] * (options.temperature > 0) + drawing)
         raise UsageError(f"num_beams and {others}: beams are searched without sampling. Leave one of them out.")
+    of_steps = [name for name in ("presence_penalty", "frequency_penalty") if given.get(name)]
+    if options.num_beams > 1 and of_steps:
+        raise UsageError(f"num_beams and {', '.join(of_steps)}: beams have the penalty repetition_penalty only.")
     if options.temperature == 0 and drawing:
         raise UsageError(
             f"{', '.join(drawing)}: there is no sampling at temperature 0. Set a temperature above 0 as well."
@@ -175,8 +160,7 @@ def check_values(options: GenerationOptions) -> None:
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
         "n": not 1 <= options.n <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
         "min_p": options.min_p is not None and not 0 <= options.min_p <= 1 and "is a share from 0 to 1",
-        "min_new_tokens": not 0 <= options.min_new_tokens <= options.max_new_tokens
-        and f"is from 0 to max_new_tokens, {options.max_new_tokens}",
+        "min_new_tokens": options.min_new_tokens < 0 and "is 0 or more",
         "repetition_penalty": not 0 < options.repetition_penalty <= 100 and "is a number above 0, up to 100",
         "presence_penalty": not -100 <= options.presence_penalty <= 100 and "is a number from -100 to 100",
         "frequency_penalty": not -100 <= options.frequency_penalty <= 100 and "is a number from -100 to 100",

@@ -22,7 +22,7 @@ from torchlake.jobs.options import OutputOptions, check_values, output_options, 
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
-from torchlake.models.load import EMBEDS, load_spec
+from torchlake.models.load import EMBEDS, embeddings, load_spec
 from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
@@ -51,6 +51,8 @@ from torchlake.tasks._row_options import OPTIONS, find_options
 
 log = logging.getLogger(__name__)
 
+COLUMN = "prompt"
+"The column of prompts that is found by its name if there is no other."
 FIRST_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "chat")
 PROMPTS = tuple(PromptArguments.__annotations__)
 COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"}
@@ -301,6 +303,9 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
     if all_probabilities:
         raise UsageError("all_probabilities: a text generation model has no classes.")
     check_settings(folder, options)
+    size = embeddings(folder) if options.stop_token_ids else None
+    if size is not None and max(options.stop_token_ids) >= size:
+        raise UsageError(f"stop_token_ids: {max(options.stop_token_ids)}: {folder} has the tokens 0 to {size - 1}.")
     left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(
@@ -324,7 +329,8 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
         check_columns(schema, {"text": TEXT}, settings.spec, where)
         return settings
     read = replace(settings.spec, rows=replace(spec.rows, chat=settings.generation.chat))
-    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), read)
+    folder = Path(settings.model) if settings.prompts.chat_template is None else None
+    chat = check_prompts(schema, settings.text, where, task, folder, read)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
 
@@ -338,6 +344,8 @@ def with_table(
     if not task.packs:
         columns = {**spec.inputs, **_options_column(settings, schema)}
         return replace(settings, inputs=columns), replace(spec, inputs=columns)
+    if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:
+        spec = replace(spec, text=COLUMN)
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
     columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema)}
@@ -419,7 +427,8 @@ def chunk_rows_of(settings: ScoringSettings, spec: TaskSpec) -> int | RowCost | 
         rows: int | RowCost | None = plugins.load("tasks", spec.task).chunk_rows
         return rows
     token_s = folders.weight_bytes(settings.model) / WEIGHT_BYTES_PER_S
-    return RowCost(row_s=settings.generation.max_new_tokens * token_s, byte_s=token_s / BYTES_PER_TOKEN)
+    answers = settings.samples * settings.generation.num_beams
+    return RowCost(row_s=settings.generation.max_new_tokens * token_s * answers, byte_s=token_s / BYTES_PER_TOKEN)
 
 
 def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:

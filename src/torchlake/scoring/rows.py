@@ -22,7 +22,7 @@ from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions, PromptOptions
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, Writer
 from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
@@ -30,8 +30,8 @@ from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
 from torchlake.tasks._prompts import read_prompts, with_examples
 from torchlake.tasks._row_options import OPTIONS, row_options, with_seeds
 
-Runtime = str | Callable[..., Forward]
-"A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
+Runtime = str | Callable[..., Forward | Writer]
+"A runtime's name, or a module-level function like a runtime's `load` (text generation: `open_writer`)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +149,8 @@ class RowReader:
         self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
+        if self.settings.prompts.chat_template is not None:
+            self.processor.chat_template = self.settings.prompts.chat_template
         continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
@@ -262,18 +264,18 @@ def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:
 
 
 def check_prompts(
-    schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, spec: TaskSpec, *, name: str = "text"
+    schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path | None, spec: TaskSpec, *, name: str = "text"
 ) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `spec` says so.
 
-    `name` is that of the input. Raises the TableError of `check_column`, and UsageError if the tokenizer has no
-    chat template.
+    `name` is that of the input; `tokenizer` is None if another template renders them. Raises the TableError of
+    `check_column`, and UsageError if the tokenizer has no chat template.
     """
     if not (text in schema.names and task.holds_chats(schema.field(text).type, spec)):
         check_column(schema, name, text, TEXT, where)
         if not spec.rows.chat:
             return False
-    if folders.chat_template(tokenizer) is None:
+    if tokenizer is not None and folders.chat_template(tokenizer) is None:
         raise UsageError(
             f"{where}: {text!r} holds conversations, but the tokenizer in {tokenizer} has no chat template "
             f"({folders.CHAT_TEMPLATE}). Use a model that was tuned on conversations, or a column of text."

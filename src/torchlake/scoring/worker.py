@@ -91,13 +91,16 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(group: Sequence[Ready[tuple[pa.Table, ReadyRows]]]) -> list[ScoredChunk]:
         works = [one.read[1] for one in group]
-        attempt = group[0].attempt if len(group) == 1 else Attempts([one.attempt for one in group])
+        attempt: Attempt | Attempts = group[0].attempt
+        if len(group) > 1 or settings.samples > 1:
+            attempt = Attempts([one.attempt for one in group], settings.samples)
         # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
         before = {name: getattr(scorer, name) for name in COUNTED}
         keeping: AbstractContextManager[Writing | None] = nullcontext()
         if settings.generation is not None and workspace.rows:
             chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
-            keeping = kept(workspace.rows, chunks, attempt)
+            logprobs = settings.generation.logprobs is not None
+            keeping = kept(workspace.rows, chunks, attempt, logprobs=logprobs)
         reports: list[ScoredChunk] = []
         start = 0
         with keeping as writing:
@@ -281,6 +284,7 @@ def joined(works: Sequence[ReadyRows]) -> ReadyRows:
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
         joined_features([work.features for work in works]),
         {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
+        [one for work in works for one in work.options],
     )
 
 

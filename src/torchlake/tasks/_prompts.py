@@ -34,7 +34,7 @@ from torchlake.tasks._null_rows import columns_in, join_texts
 
 log = logging.getLogger(__name__)
 
-OF_CHATS = ("system", "tools", "template_options", "continue_final_message")
+OF_CHATS = ("system", "tools", "chat_template", "template_options", "continue_final_message")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "conversations")
 MOST_EXAMPLES = 1_000
 ANSWER = "completion"
@@ -56,8 +56,10 @@ def with_prompts(
         if given:
             raise UsageError(f"{', '.join(given)}: for text generation only; this model's task is {spec.task}.")
         return PromptOptions(), spec
-    template = "" if folder is None else chat_template(folder)
     chats = [name for name in OF_CHATS if name in given]
+    template = "" if folder is None else chat_template(folder)
+    if "chat_template" in given:
+        template = _template(given["chat_template"])
     if chats and task.inputs["text"] != PROMPT:
         raise UsageError(f"{', '.join(chats)}: for conversations, and {spec.task} reads text.")
     if chats and template is None:
@@ -74,13 +76,14 @@ def with_prompts(
             log.info("prompt: its text goes to the model as it is; with --chat (chat=True) it is a turn of the user")
     tools = given.get("tools", ())
     if isinstance(tools, str | Path):
-        if Path(tools).suffix == ".json" or Path(tools).exists():
+        if isinstance(tools, Path) or tools.endswith(".json"):
             tools = _tools_in(Path(tools))
         else:
             spec, tools = replace(spec, inputs={**spec.inputs, "tools": str(tools)}), ()
     return PromptOptions(
         **{name: given[name] for name in ("prompt", "system", "continue_final_message") if name in given},
         tools=_tools(tools),
+        chat_template=template if "chat_template" in given else None,
         template_options=_template_options(given.get("template_options", {}), template or "", folder),
         examples=_examples(given["examples"], spec) if "examples" in given else (),
         marks=next((marks for marks in MARKS if template is not None and marks[1] in template), None),
@@ -118,7 +121,7 @@ def read_prompts(
         texts = without_rows(string_column(table[columns[0]]), unreadable)
         held = chat or pa.types.is_nested(texts.type)
     named = spec.inputs.get("tools")
-    around = options.tools or options.template_options or options.system is not None or named
+    around = options.tools or options.template_options or options.chat_template or options.system is not None or named
     if not (held or chat or around):
         return with_examples(texts, options), dict(unreadable), False
     texts, bad = render_chats(
@@ -159,6 +162,17 @@ def _columns(prompt: str) -> tuple[str, ...]:
             "write a brace itself as {{ or }}."
         )
     return columns_in(prompt)
+
+
+def _template(given: str | Path) -> str:
+    """Return a template that is given as a file, or in Python as its text."""
+    file = Path(given)
+    if isinstance(given, Path) or file.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"chat_template: {file}: {error}") from None
+    return given
 
 
 def _tools_in(file: Path) -> Any:
