@@ -10,6 +10,7 @@
     │   └── FingerprintError       65  the output or run folder belongs to another job
     ├── TooManyErrors               4  more rows failed than the job allows
     ├── Diverged                    5  the loss was not finite several times in a row
+    ├── LimitReached                6  a limit of cost or tokens was reached; finished rows are kept
     ├── OutputError                73  the output cannot be created
     ├── StorageError               74  reading or writing failed midway (disk full, folder removed)
     │   └── AccessError            73  a storage refuses access: credentials, permission, bucket or region
@@ -90,6 +91,12 @@ class TooManyErrors(TorchlakeError):
 
 class Diverged(TorchlakeError):
     exit_code = 5
+
+
+class LimitReached(TorchlakeError):
+    """A limit of cost or tokens was reached, the job's own or the endpoint's; the same command goes on."""
+
+    exit_code = 6
 
 
 class OutputError(TorchlakeError):

@@ -28,7 +28,7 @@ NEIGHBORS = {
     "evaluation": {"preparation", "scoring"},
     "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
-    "planning": {"preparation"},
+    "planning": {"preparation", "scoring"},
     "preparation": {"jobs", "scoring"},
     "reporting": {"preparation"},
     "scoring": {"jobs"},

@@ -30,6 +30,10 @@ WRITING = (
     "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams "
     "language"
 )
+ENDPOINT = (
+    "endpoint model_name key_env api request_options concurrency requests_per_minute tokens_per_minute max_retries "
+    "price max_cost max_tokens_total insecure_endpoint"
+)
 
 app = typer.Typer(
     name="torchlake",
@@ -107,12 +111,15 @@ def tune(job: JobFile, given: Given) -> Work:
 
 @_command(
     "plan job.yaml --gpu-memory 80GiB",
-    f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency",
+    f"set {ROWS} sample_rows processes gpu_memory flops bandwidth latency runtime text tokenizer prompt system chat "
+    f"max_new_tokens {ENDPOINT}",
     o.PlanFlags,
     epilog=SETTINGS,
 )
 def plan(given: Given, job: OptionalJob = None) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
+    if given["runtime"] == "http" or given["endpoint"]:
+        return lambda: commands.plan_endpoint(job, given)
     options = given.some("sample_rows processes gpu_memory flops bandwidth latency")
     return lambda: commands.plan(job, given.settings, options)
 
@@ -122,11 +129,11 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat profile",
+    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat {ENDPOINT} profile",
     o.PredictFlags,
 )
 def predict(
-    model: ModelFolder,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder; none with --runtime http.")],
     table: Annotated[
         str,
         typer.Argument(
@@ -143,6 +150,8 @@ def predict(
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
     engine = given.engine
+    if given["runtime"] == "http" or given["endpoint"]:
+        return lambda: commands.predict_by_endpoint(model, table, output, engine, given)
     if output is None:
         options = given.options | given.some("input profile") | ({} if engine is None else {"engine": engine})
         return lambda: commands.predict_printed(model, table, options, as_json=given.as_json)

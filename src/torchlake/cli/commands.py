@@ -29,6 +29,7 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_insta
 from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
+    from torchlake.cli.options import Given
     from torchlake.engines import Engine
     from torchlake.exporting.export import Format
     from torchlake.exporting.sentence_transformers import Pooling
@@ -142,6 +143,20 @@ def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) 
     return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
 
 
+def plan_endpoint(table: str | None, given: "Given") -> Outcome:
+    """Estimate requests, tokens, cost and time of a job by an endpoint."""
+    from torchlake.planning.spending import facts_of, plan_endpoint
+
+    if table is None:
+        raise UsageError("plan --runtime http: name the table, torchlake plan TABLE --runtime http ...")
+    if unused := sorted(given.some("set processes gpu_memory flops bandwidth latency")):
+        raise UsageError(f"--{unused[0].replace('_', '-')}: for the plan of a training; leave it out.")
+    options = {name: value for name, value in given.options.items() if name not in ("sample_rows", "runtime")}
+    done = plan_endpoint(given.tables(table), sampled=given["sample_rows"] or 2000, **options)
+    lines = [*fact_lines(facts_of(done)), "", *(f"estimated with {line}" for line in done.assumptions)]
+    return Outcome(values=plain(done), lines=lines)
+
+
 def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Search for the best settings of a job, or continue a search."""
     from torchlake.tuning.tune import shown, tune
@@ -194,6 +209,17 @@ def predict(
     return Outcome(values=values, lines=lines)
 
 
+def predict_by_endpoint(table: str, output: str, more: str | None, engine: "Engine | None", given: "Given") -> Outcome:
+    """Have the rows of a stored table answered by an endpoint: the arguments are those of `predict` without a model."""
+    from torchlake.scoring.predict import predict
+
+    if more is not None:
+        raise UsageError("--runtime http reads no model folder: torchlake predict INPUT OUTPUT --runtime http ...")
+    if table == STDIN:
+        raise UsageError(f"--runtime http reads stored tables, not standard input ({STDIN}).")
+    return _scored(predict(None, given.tables(table), output, engine=engine, **given.options))
+
+
 def predict_printed(model: str, table: str, options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Score the lines of standard input and print their answers."""
     if table != STDIN:
@@ -221,6 +247,11 @@ def _scored(done: "Scored") -> Outcome:
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error" + _left_out(done.record),
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
+    usage = done.record["provenance"].get("usage")
+    if usage:
+        values["usage"] = usage
+        shown["tokens"] = ", ".join(f"{usage[name]:,} {name.partition('_')[0]}" for name in usage if name != "cost")
+        shown |= {"cost": f"{usage['cost']:,.4f}"} if "cost" in usage else {}
     lines = fact_lines(shown)
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]

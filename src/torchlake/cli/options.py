@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,7 @@ import yaml
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
 from torchlake.config.options import LOGPROBS, Option, PredictOptions, types_of
+from torchlake.config.yaml import read_text
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ class PlanFlags(JobFlags):
     flops: Annotated[str, _hardware("RATE", "Operations per second of a rank in training, such as 120T.")]
     bandwidth: Annotated[str, _hardware("RATE", "Bytes per second between ranks, such as 12.5GB.")]
     latency: Annotated[float, _hardware("SECONDS", "Latency of a message between ranks.")]
+    tokenizer: Annotated[str, _input("MODEL", "Of --runtime http: tokenizer that counts (default: a guess).")]
 
 
 class EvaluateFlags:
@@ -293,6 +296,7 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
     for name, flag, example in (
         ("task_options", "--task-option", "candidate_labels=[good,bad]"),
         ("template_options", "--template-option", "enable_thinking=false"),
+        ("request_options", "--request-option", "reasoning_effort=low"),
     ):
         if name in given:
             given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])
@@ -340,6 +344,8 @@ def _yaml_pair(option: str, text: str, example: str) -> tuple[str, Any]:
     """Return the name and the value, written as in YAML, of an option."""
     name, equals, value = text.partition("=")
     try:
+        if equals and value.startswith("@"):
+            return name, yaml.safe_load(read_text(Path(value[1:])))
         if equals:
             return name, yaml.safe_load(value)
     except yaml.YAMLError:

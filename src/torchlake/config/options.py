@@ -37,6 +37,7 @@ _input = partial(Option, "Input")
 _output = partial(Option, "Output")
 _execution = partial(Option, "Execution")
 _text = partial(Option, "Text generation")
+_endpoint = partial(Option, "Endpoint")
 
 
 class FilterArguments(TypedDict, total=False):
@@ -159,13 +160,45 @@ class GenerationArguments(SamplingArguments, PromptArguments, total=False):
     seed: int | None
 
 
+class EndpointArguments(TypedDict, total=False):
+    """The options of the runtime `http`, in place of a model folder."""
+
+    endpoint: Annotated[str, _endpoint("URL", "OpenAI-compatible endpoint of --runtime http, such as https://host/v1.")]
+    model_name: Annotated[str, _endpoint("NAME", "Name of the model at the endpoint.")]
+    key_env: Annotated[
+        str | None, _endpoint("VARIABLE", "Environment variable with the key, on each machine (default: no key).")
+    ]
+    api: Annotated[
+        Literal["chat", "completions", "embeddings"],
+        _endpoint("NAME", "chat, completions or embeddings (default: chat; embeddings of feature_extraction)."),
+    ]
+    request_options: Annotated[
+        Mapping[str, Any],
+        _endpoint("NAME=VALUE", "Further field of each request, as YAML or @FILE; repeatable.", "--request-option"),
+    ]
+    concurrency: Annotated[
+        int | None, _endpoint("N", "Open requests of the whole job (default: grows while latency holds).", min=1)
+    ]
+    requests_per_minute: Annotated[float | None, _endpoint("N", "Requests per minute of the whole job.", min=0)]
+    tokens_per_minute: Annotated[
+        float | None, _endpoint("N", "Tokens of prompts and answers per minute of the whole job.", min=0)
+    ]
+    max_retries: Annotated[int, _endpoint("N", "Retries of a request (default: 8).", min=0)]
+    price: Annotated[
+        Any, _endpoint("FILE", "YAML file of prices per million tokens: NAME: {input: 0.25, cached: 0.02, output: 2}.")
+    ]
+    max_cost: Annotated[float | None, _endpoint("COST", "Stop before the job costs more; see --price.", min=0)]
+    max_tokens_total: Annotated[int | None, _endpoint("N", "Stop before the job takes more tokens.", min=1)]
+    insecure_endpoint: Annotated[bool, _endpoint(None, "Allow http:// to other machines.")]
+
+
 class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=False):
     """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so."""
 
     chat: bool
 
 
-class PredictOptions(JobArguments, SamplingArguments, PromptArguments, total=False):
+class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
     task: Annotated[

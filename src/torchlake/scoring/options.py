@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import JobArguments, PredictOptions, PromptArguments, ReadArguments
+from torchlake.config.options import EndpointArguments, JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.errors import UsageError
@@ -79,6 +79,7 @@ def split_options(
     given: Any = with_common_names(given)
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     check_options(given)
+    refuse_endpoint(given)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0] |= {"task"}
     scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
@@ -248,6 +249,13 @@ def with_columns(
 def _named(columns: str | Sequence[str]) -> Columns:
     names = (columns,) if isinstance(columns, str) else tuple(columns)
     return names[0] if len(names) == 1 else names
+
+
+def refuse_endpoint(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options of the runtime `http`, which has no model folder."""
+    named = sorted(name for name in given if name in EndpointArguments.__annotations__ and given[name])
+    if named:
+        raise UsageError(f"{', '.join(named)}: for the runtime 'http', which has no model folder.")
 
 
 def check_options(given: Mapping[str, Any]) -> None:

@@ -22,16 +22,18 @@ from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import OutputOptions
+from torchlake.jobs.options import OutputOptions, output_options, refuse_unknown
 from torchlake.jobs.table_job import Finished, shown_outcome, table_job
 from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cpu_class, gpus
+from torchlake.scoring.endpoint.job import RUNTIME, endpoint_job, with_chunks
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     check_devices,
+    check_options,
     checked_input,
     chunk_rows_of,
     fingerprint_of,
@@ -41,6 +43,7 @@ from torchlake.scoring.options import (
     say_if_optimizing_pays,
     scoring_settings,
     split_options,
+    with_common_names,
     with_export,
     with_table,
 )
@@ -91,7 +94,7 @@ class Scored:
 
 @overload
 def predict(
-    model: str | Path,
+    model: str | Path | None,
     table: Input,
     output: str | Path,
     *,
@@ -117,7 +120,7 @@ def predict(
 
 
 def predict(
-    model: str | Path,
+    model: str | Path | None,
     table: Any,
     output: str | Path | None = None,
     *,
@@ -169,6 +172,14 @@ def predict(
     run would; where it cannot, it is refused. `commit_id` names the commit: a call with a name that was committed does
     nothing, so that a scheduler may repeat a batch, in any order of its rows.
 
+    Endpoints: `predict(None, table, output, endpoint="https://host/v1", model_name="small", key_env="OPENAI_API_KEY")`
+    has an OpenAI-compatible endpoint answer the rows, without a model folder (`runtime="http"`). `key_env` names the
+    environment variable that has the key, on each machine. `api` is "chat" (texts are turns of the user),
+    "completions" or "embeddings". `request_options` are further fields of each request; None removes one.
+    `concurrency`, `requests_per_minute` and `tokens_per_minute` are those of the whole job. With `price`, a file or a
+    mapping of prices per million tokens, there is a column `cost`. `max_cost` and `max_tokens_total` stop the job
+    before it takes more: LimitReached; what is finished is kept, and the same call with a higher limit goes on.
+
     Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
     `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed
     rows again. `accept_new_input` scores only files that are new or have changed, `accept_removed_input` drops the rows
@@ -192,10 +203,16 @@ def predict(
     kept), FingerprintError if `output` belongs to another job, Locked if another writer holds it, TableError and
     UsageError for mistakes found before any work.
     """
-    scoring, generation, output_options = split_options(options)
+    if runtime == RUNTIME or (runtime is None and options.get("endpoint")):
+        return _predict_by_endpoint(
+            model, table, output, options, as_engine(engine), text=text, key=key, columns=columns
+        )
+    if model is None:
+        raise UsageError("predict needs a model folder; only the runtime 'http' (endpoint, model_name) has none.")
+    scoring, generation, job_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
     key = "image" if key is None and is_image_folder(table) else key
-    place = None if native is not None or output is None else output_of(output, output_options.target)
+    place = None if native is not None or output is None else output_of(output, job_options.target)
     settings, spec, choice = scoring_settings(
         model,
         runtime,
@@ -215,7 +232,7 @@ def predict(
                 "Parquet first and score that into an output folder."
             )
         refuse_for_frames(options, native)
-        return _predict_frame(table, native, settings, spec, engine, output_options)
+        return _predict_frame(table, native, settings, spec, engine, job_options)
     if place is None:
         raise UsageError(
             "predict: a stored table or a stream needs an output folder: predict(model, table, output). For texts in "
@@ -223,9 +240,9 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    output_options = replace(output_options, chunk_rows=output_options.chunk_rows or chunk_rows_of(settings, spec))
+    job_options = replace(job_options, chunk_rows=job_options.chunk_rows or chunk_rows_of(settings, spec))
     work = Scoring(settings=settings, spec=spec, choice=choice, engine=engine)
-    done = table_job(work, table, place, output_options, engine or Local())
+    done = table_job(work, table, place, job_options, engine or Local())
     return Scored(**done.outcome._asdict(), profile=_profile(done))
 
 
@@ -307,6 +324,32 @@ class Scoring:
             "padding": round(1 - tokens / padded, 4) if padded else 0.0,
             "errors": [example for chunk in made for example in chunk.examples][:20],
         }
+
+
+def _predict_by_endpoint(
+    model: Any,
+    table: Any,
+    output: str | Path | None,
+    options: Any,
+    engine: Engine | None,
+    *,
+    text: str | Sequence[str] | None,
+    key: str | None,
+    columns: Sequence[str],
+) -> Scored:
+    """Have the rows of a table answered by an endpoint."""
+    given = with_common_names(options)
+    refuse_unknown("predict", given, PredictOptions.__annotations__)
+    check_options(given)
+    if model is not None:
+        raise UsageError("The runtime 'http' reads no model folder: leave it out (None in Python).")
+    if engine_of(table) is not None or output is None:
+        raise UsageError("The runtime 'http' needs a stored table or a frame in memory, and an output folder.")
+    work = endpoint_job(given, text=text, key=key, columns=columns, engine=engine)
+    work.settings.endpoint.key()  # before any work; processes read it from their own environment
+    chosen = output_options(given)
+    done = table_job(work, table, output_of(output, chosen.target), with_chunks(chosen), work.engine)
+    return Scored(**done.outcome._asdict(), profile={})
 
 
 def _predict_frame(

@@ -199,8 +199,7 @@ def read_chats(
     return requests, errors
 
 
-def render_chats(
-    tokenizer: Any,
+def chat_requests(
     column: pa.Array,
     tools: pa.Array | None = None,
     *,
@@ -209,11 +208,10 @@ def render_chats(
     system: str | None = None,
     options: PromptOptions = PromptOptions(),
     turns: bool = False,
-) -> tuple[pa.Array, dict[int, str]]:
-    """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
+) -> tuple[dict[int, Request], dict[int, str]]:
+    """Return the conversations of a column by row, with what the options put around them, and {row: reason} for errors.
 
-    With `add_generation_prompt`, each text ends where the assistant's answer begins, or goes on. Nulls and blank
-    strings become null. `tools` is a column of the tools of each row; see `read_tools`. `turns`: of `read_chats`.
+    The arguments are those of `render_chats`; nulls and blank strings are in neither.
     """
     called = None if tools is None else tools.to_pylist()
     requests, errors = read_chats(column.to_pylist(), called, names=names, system=system, turns=turns)
@@ -233,6 +231,34 @@ def render_chats(
             options=options.template_options,
             want=want,
         )
+    return requests, errors
+
+
+def render_chats(
+    tokenizer: Any,
+    column: pa.Array,
+    tools: pa.Array | None = None,
+    *,
+    add_generation_prompt: bool,
+    names: Names | None = None,
+    system: str | None = None,
+    options: PromptOptions = PromptOptions(),
+    turns: bool = False,
+) -> tuple[pa.Array, dict[int, str]]:
+    """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
+
+    With `add_generation_prompt`, each text ends where the assistant's answer begins, or goes on. Nulls and blank
+    strings become null. `tools` is a column of the tools of each row; see `read_tools`. `turns`: of `read_chats`.
+    """
+    requests, errors = chat_requests(
+        column,
+        tools,
+        add_generation_prompt=add_generation_prompt,
+        names=names,
+        system=system,
+        options=options,
+        turns=turns,
+    )
     made = render(tokenizer, [*requests.values()])
     texts: list[str | None] = [None] * len(column)
     for row, each in zip(requests, made, strict=True):

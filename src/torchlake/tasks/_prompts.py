@@ -43,9 +43,10 @@ BEFORE_ANSWER, AFTER_ANSWER = " ", "\n\n"
 
 
 def with_prompts(
-    given: Mapping[str, Any], task: Any, spec: TaskSpec, folder: Path, *, chat: bool
+    given: Mapping[str, Any], task: Any, spec: TaskSpec, folder: Path | None, *, chat: bool
 ) -> tuple[PromptOptions, TaskSpec]:
     """Return how prompts are made, and the task with their columns; `given` has some of `PromptArguments`.
+    `folder` has the chat template; None: an endpoint renders conversations by its own.
 
     Raises UsageError for options that the task or the model's tokenizer cannot use.
     """
@@ -56,7 +57,9 @@ def with_prompts(
             raise UsageError(f"{', '.join(given)}: for text generation only; this model's task is {spec.task}.")
         return PromptOptions(), spec
     chats = [name for name in OF_CHATS if name in given]
-    template = _template(given["chat_template"]) if "chat_template" in given else chat_template(folder)
+    template = "" if folder is None else chat_template(folder)
+    if "chat_template" in given:
+        template = _template(given["chat_template"])
     if chats and task.inputs["text"] != PROMPT:
         raise UsageError(f"{', '.join(chats)}: for conversations, and {spec.task} reads text.")
     if chats and template is None:
@@ -69,7 +72,7 @@ def with_prompts(
             raise UsageError("continue_final_message: for a column of conversations, and prompt makes text.")
         columns = _columns(given["prompt"])
         spec = replace(spec, text=columns[0] if len(columns) == 1 else columns, template=given["prompt"])
-        if template is not None and not (chat or chats):
+        if template and not (chat or chats):
             log.info("prompt: its text goes to the model as it is; with --chat (chat=True) it is a turn of the user")
     tools = given.get("tools", ())
     if isinstance(tools, str | Path):
@@ -188,13 +191,13 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
         raise UsageError("tools: expected a list of JSON schemas of functions, a file with it, or a column.") from None
 
 
-def _template_options(given: Mapping[str, Any], template: str, folder: Path) -> Mapping[str, Any]:
+def _template_options(given: Mapping[str, Any], template: str, folder: Path | None) -> Mapping[str, Any]:
     """Return the variables of the chat template; log those that it does not have. Raises UsageError."""
     for name in given:
         if name in RESERVED or not str(name).isidentifier():
             own = "torchlake sets it" if name in RESERVED else "it is not the name of a variable"
             raise UsageError(f"template_options: {name!r}: {own}.")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if template and not re.search(rf"\b{re.escape(name)}\b", template):
             log.warning("template_options: the chat template in %s does not use %r", folder, name)
     try:
         json.dumps(dict(given))

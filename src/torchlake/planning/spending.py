@@ -1,0 +1,159 @@
+"""Estimate what a job by an endpoint takes before it starts: requests, tokens, cost and hours, from a sample of rows.
+
+Prompts are counted by a tokenizer, else guessed from their characters. Of answers only the limit is known, so their
+tokens are from none to `max_new_tokens` for each row, and half of it is the estimate. An interval has both: the
+deviation of the sample's mean (95 %), and the answers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchlake.display import Shown, count, shown
+from torchlake.errors import UsageError
+from torchlake.jobs.options import output_options
+from torchlake.models.folders import model_folder
+from torchlake.models.tokenizer import load_tokenizer
+from torchlake.runtimes._http.requests import Prompt
+from torchlake.scoring.endpoint.job import EndpointJob, endpoint_job
+from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_prompts
+from torchlake.scoring.endpoint.usage import CHARACTERS
+from torchlake.tables.chunks import evenly_spaced, sample_rows
+from torchlake.tables.sources.streams import Input
+from torchlake.tables.table import open_table
+
+Z = 1.96
+
+
+class Between(NamedTuple):
+    """An estimate with its interval."""
+
+    low: float
+    estimate: float
+    high: float
+
+    def shown(self, digits: int = 0) -> str:
+        """Return it in words."""
+        about, low, high = (f"{each:,.{digits}f}" for each in (self.estimate, self.low, self.high))
+        return about if low == high else f"about {about} ({low} to {high})"
+
+
+@shown
+@dataclass(frozen=True, kw_only=True)
+class SpendingPlan:
+    """What a job by an endpoint takes."""
+
+    rows: int
+    sampled: int
+    requests: int
+    "Rows that are asked, by the share of those in the sample."
+    prompt_tokens: Between
+    generated_tokens: Between
+    cost: Between | None
+    "None without prices."
+    hours: Between | None
+    "By the limits of requests and tokens per minute; None without them."
+    assumptions: tuple[str, ...]
+
+    def _shown(self) -> Shown:
+        tokens = f"{self.prompt_tokens.estimate + self.generated_tokens.estimate:,.0f} tokens"
+        cost = "" if self.cost is None else f", cost {self.cost.estimate:,.2f}"
+        return f"{count(self.requests, 'request')}, about {tokens}{cost}", []
+
+
+def plan_endpoint(
+    table: Input,
+    *,
+    text: str | Sequence[str] | None = None,
+    tokenizer: str | Path | None = None,
+    sampled: int = 2000,
+    **options: Any,
+) -> SpendingPlan:
+    """Return what `predict(None, table, output, ...)` with these options would take; nothing is sent.
+
+    `tokenizer` is a model folder, or a name on the Hub; without one, tokens are guessed from characters. Raises as
+    `predict` for mistakes in the options and the table.
+    """
+    if sampled < 1:
+        raise UsageError(f"sample_rows: expected 1 or more, got {sampled}.")
+    work = endpoint_job(options, text=text, key=None, columns=(), engine=None)
+    source = open_table(table, columns=(), options=output_options(options).read)
+    work.fit(source)
+    picked, plan = sample_rows(source, work.settings.columns)
+    picked = picked.take(evenly_spaced(len(picked), min(len(picked), sampled)))
+    prompts, _ = read_prompts(picked, {}, work.settings)
+    share = len(prompts) / len(picked) if len(picked) else 0.0
+    requests = round(share * plan.rows)
+    tokens_of = guess_tokens if tokenizer is None else _counting(tokenizer)
+    lengths = np.array([tokens_of(prompt) for prompt, _ in prompts.values()] or [0.0])
+    around = Z * lengths.std(ddof=1) / math.sqrt(len(lengths)) if 1 < len(lengths) < plan.rows else 0.0
+    mean = float(lengths.mean())
+    prompt = Between(*(max(0.0, requests * each) for each in (mean - around, mean, mean + around)))
+    most = float(requests * work.settings.endpoint.most_tokens)
+    generated = Between(0.0, most / 2, most)
+    way = f"the tokenizer of {tokenizer}"
+    if tokenizer is None:
+        way = f"their characters, {CHARACTERS} for a token: a guess"
+    limit = work.settings.endpoint.most_tokens
+    assumed = [f"prompts: {way}", *([f"answers: from none to {limit:,} tokens, half of that on average"] * bool(limit))]
+    cost = _cost(work, prompt, generated)
+    if cost is None:
+        assumed.append("cost: not known without prices (price)")
+    elif work.settings.price is not None and work.settings.price.cached < work.settings.price.input:
+        assumed.append("cost: no prompt is in the endpoint's cache; what is there costs less")
+    return SpendingPlan(
+        rows=plan.rows,
+        sampled=len(picked),
+        requests=requests,
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+        cost=cost,
+        hours=_hours(work, requests, prompt, generated),
+        assumptions=tuple(assumed),
+    )
+
+
+def facts_of(done: SpendingPlan) -> dict[str, str]:
+    """Return a plan as facts for display."""
+    sampled = "all looked at" if done.sampled == done.rows else f"{done.sampled:,} looked at"
+    return {
+        "table": f"{done.rows:,} rows, {sampled}",
+        "requests": f"{done.requests:,}",
+        "prompts": f"{done.prompt_tokens.shown()} tokens",
+        "answers": f"{done.generated_tokens.shown()} tokens",
+        **({} if done.cost is None else {"cost": done.cost.shown(4)}),
+        "time": "not known without requests or tokens per minute"
+        if done.hours is None
+        else f"{done.hours.shown(2)} hours",
+    }
+
+
+def _counting(name: str | Path) -> Callable[[Prompt], float]:
+    """Return a function that counts the tokens of a prompt."""
+    tokenizer = load_tokenizer(model_folder(name))
+
+    def tokens_of(prompt: Prompt) -> float:
+        texts = [prompt] if isinstance(prompt, str) else [str(one.get("content") or "") for one in prompt]
+        tokens = sum(len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in texts)
+        return float(tokens + (0 if isinstance(prompt, str) else MESSAGE_TOKENS * len(texts)))
+
+    return tokens_of
+
+
+def _cost(work: EndpointJob, prompt: Between, generated: Between) -> Between | None:
+    price = work.settings.price
+    return None if price is None else Between(*map(price.cost, prompt, generated))
+
+
+def _hours(work: EndpointJob, requests: int, prompt: Between, generated: Between) -> Between | None:
+    """Return the hours at the job's limits."""
+    limits = work.limits
+    if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+        return None
+    by_requests = requests / limits.requests_per_minute if limits.requests_per_minute else 0.0
+    rate = limits.tokens_per_minute or math.inf
+    return Between(*(max(by_requests, (p + g) / rate) / 60 for p, g in zip(prompt, generated, strict=True)))

@@ -1,0 +1,4 @@
+"""Requests to OpenAI-compatible endpoints: what the runtime `http` sends, how fast, and what it makes of the answers.
+
+In: a prompt or messages, the options of a job. Out: an `Answer` for each, or its error. Read `client.py` first.
+"""

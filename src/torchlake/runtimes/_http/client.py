@@ -1,0 +1,256 @@
+"""One pool of connections to an endpoint, with retries.
+
+    408, 409, 425, 429, 5xx, broken connections, cut answers   asked again, after a random part of a growing time
+    401, 403, a missing model, another host, no certificate    end the job: each row would fail
+    other statuses                                             an error row
+
+Only the endpoint's host is connected. The key goes into a header, and is removed from whatever comes back.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from torchlake.errors import LimitReached, UsageError
+from torchlake.redaction import REDACTED
+from torchlake.runtimes._http.answers import Answer, message_of, read_answer, refused_row, shown
+from torchlake.runtimes._http.limits import MOST, Limits
+from torchlake.runtimes._http.requests import Endpoint, is_local
+
+RETRIED = {408, 409, 425, 429}
+"Statuses that are asked again, besides those from 500."
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"Before a retry at most: the first one, and any."
+LONGEST_WAIT_S = 3600.0
+"An endpoint that asks to wait longer has reached a limit of its own."
+CONNECT_S = 30.0
+MOST_BYTES = 1 << 26
+"Bytes of a response that are read."
+MOST_REDIRECTS = 3
+MOST_TIMEOUTS = 2
+UNREACHED = 3
+"Attempts to connect to an endpoint that has never answered."
+QUOTA = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+NO_MODEL = ("not exist", "not found", "does not support", "unknown model", "no such model", "not available")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What came back."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class Cut(Exception):
+    """A response that is too long, or cannot be decoded."""
+
+
+class Client:
+    """The requests of one process to one endpoint; used by one event loop. Raises UsageError as `Endpoint.key`."""
+
+    def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
+        self.endpoint, self.limits = endpoint, limits
+        self._key = endpoint.key()
+        self._host = urlsplit(endpoint.url).hostname or ""
+        for name in ("httpx", "httpcore"):  # they log each request, with its headers
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._address = endpoint.address
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "torchlake"}
+        if self._key is not None:
+            self._headers["Authorization"] = f"Bearer {self._key}"
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MOST),
+            follow_redirects=False,
+            trust_env=not is_local(self._host),  # proxies, and own certificates
+        )
+        self._answered = False
+        "Whether the endpoint has ever answered a request."
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, body: bytes, name: str, prompt_tokens: float) -> Answer:
+        """Return the answer to a request, or the error of its row; `name` is that of the request in the endpoint's log.
+
+        Raises UsageError for what no row would survive, and LimitReached for an exhausted quota.
+        """
+        problem, timeouts = "", 0
+        for attempt in range(self.endpoint.max_retries + 1):
+            expected = await self.limits.start(prompt_tokens)
+            began, wait = time.monotonic(), 0.0
+            try:
+                async with asyncio.timeout(self.endpoint.timeout_s):
+                    got = await self._send(body, f"{name}-{attempt}")
+            except TimeoutError:
+                timeouts += 1
+                problem = f"timeout: no whole answer in {self.endpoint.timeout_s:g} s"
+                if timeouts == MOST_TIMEOUTS:
+                    return Answer(error=f"{problem}, twice", final=False)
+            except httpx.TransportError as error:
+                problem = self._broken(error, attempt)
+            except (Cut, httpx.DecodingError) as error:
+                return Answer(error=f"bad_answer: {self._clean(str(error))}")
+            else:
+                seconds = time.monotonic() - began
+                answer = self._answer(got)
+                if answer is not None:
+                    usage = (answer.prompt_tokens, answer.generated_tokens or 0)
+                    self.limits.answered(seconds, expected, None if usage[0] is None else (usage[0], usage[1]))
+                    return self._cleaned(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
+                problem = f"http_{got.status}: {message_of(got.content)[1]}"
+                wait = _retry_after(got.headers)
+                if got.status == 429:
+                    self._check_quota(got, wait)
+                    self.limits.refused(seconds, wait)
+            if attempt < self.endpoint.max_retries:
+                await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
+        return Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
+
+    def _answer(self, got: Response) -> Answer | None:
+        """Return what a row gets from a response; None if the request is worth another attempt."""
+        if got.status in RETRIED or got.status >= 500:
+            return None
+        if got.status == 200:
+            self._answered = True
+            return read_answer(self.endpoint, got.content)
+        self._check_fatal(got)
+        self._answered = True
+        return refused_row(got.status, got.content)
+
+    async def _send(self, body: bytes, name: str) -> Response:
+        """Send a request and read the response, of redirects to the same host the last one."""
+        address = self._address
+        for _ in range(MOST_REDIRECTS + 1):
+            request = self._http.build_request(
+                "POST", address, content=body, headers={**self._headers, "X-Request-Id": name}
+            )
+            response = await self._http.send(request, stream=True)
+            try:
+                content = bytearray()
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > MOST_BYTES:
+                        raise Cut(f"it is longer than {MOST_BYTES:,} bytes: {shown(bytes(content))}")
+            finally:
+                await response.aclose()
+            headers = {each.lower(): value for each, value in response.headers.items()}
+            if response.status_code not in (301, 302, 303, 307, 308):
+                return Response(response.status_code, headers, self._cleaned_bytes(bytes(content)))
+            address = self._redirected(address, response.status_code, headers.get("location", ""))
+        raise UsageError(
+            f"{self.endpoint.url}: more than {MOST_REDIRECTS} redirects. Give the address of the endpoint."
+        )
+
+    def _redirected(self, address: str, status: int, location: str) -> str:
+        """Return where a redirect leads. Raises UsageError unless that is the same host and the request may be sent."""
+        there, here = urlsplit(urljoin(address, location)), urlsplit(address)
+        if (there.scheme, there.netloc) != (here.scheme, here.netloc):
+            raise UsageError(
+                f"{self.endpoint.url}: it redirects to another host, {there.scheme}://{there.hostname}, which is "
+                "refused: the key and the rows are for the host that was named. Give the address of the endpoint."
+            )
+        if status not in (307, 308):
+            raise UsageError(
+                f"{self.endpoint.url}: it redirects to {self._clean(there.path)} with the status {status}, which drops "
+                "the request. Give the address of the endpoint."
+            )
+        return there.geturl()
+
+    def _check_fatal(self, got: Response) -> None:
+        """Raise UsageError for a response that each row would get."""
+        code, message = message_of(got.content)
+        said = self._clean(f"{got.status}: {message}")
+        if got.status in (401, 403):
+            key = self.endpoint.key_env
+            which = "has no key: name its variable with key_env" if key is None else f"has the key in {key}"
+            raise UsageError(f"{self.endpoint.url}: the endpoint refuses the request, which {which}. It says {said}")
+        words = message.lower()
+        named = self.endpoint.model.lower() in words or "model" in words
+        if "model_not_found" in code.lower() or (
+            got.status in (400, 404) and named and any(each in words for each in NO_MODEL)
+        ):
+            raise UsageError(
+                f"{self.endpoint.url}: the endpoint has no model {self.endpoint.model!r} for {self.endpoint.api}. It "
+                f"says {said}"
+            )
+        if got.status in (404, 405) and not self._answered:
+            raise UsageError(
+                f"{self.endpoint.url}: there is nothing at {urlsplit(self._address).path}. It says {said} Give the "
+                "address before it, such as https://host/v1."
+            )
+
+    def _check_quota(self, got: Response, wait: float) -> None:
+        """Raise LimitReached if waiting is not worth it."""
+        code, message = message_of(got.content)
+        if code.lower() in QUOTA or wait > LONGEST_WAIT_S:
+            after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
+            raise LimitReached(
+                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self._clean(message)} Finished "
+                "rows are kept; run the same command again later."
+            )
+
+    def _broken(self, error: httpx.TransportError, attempt: int) -> str:
+        """Return the problem of a connection. Raises UsageError if it is none of this request."""
+        said = self._clean(str(error) or type(error).__name__)
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise UsageError(
+                    f"{self.endpoint.url}: the certificate is not trusted: {cause.verify_message}. For a private "
+                    "authority set SSL_CERT_FILE."
+                ) from None
+            cause = cause.__cause__ or cause.__context__
+        unreached = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._answered
+        if unreached and attempt + 1 >= min(UNREACHED, self.endpoint.max_retries + 1):
+            raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
+        return f"connection: {said}"
+
+    def _clean(self, text: str) -> str:
+        return text if self._key is None else text.replace(self._key, REDACTED)
+
+    def _cleaned_bytes(self, content: bytes) -> bytes:
+        """Return a body without the key, also as JSON writes it."""
+        if self._key is not None:
+            quoted = json.dumps(self._key)[1:-1]
+            for form in {self._key, quoted, quoted.replace("/", "\\/")}:
+                content = content.replace(form.encode(), REDACTED.encode())
+        return content
+
+    def _cleaned(self, answer: Answer, request_id: str) -> Answer:
+        """Return an answer without the key, however it was written, with the id of its request."""
+        answer = replace(answer, request_id=request_id[:200])
+        if self._key is None:
+            return answer
+        names = ("reasoning", "tool_calls", "error", "request_id")
+        found: dict[str, Any] = {name: getattr(answer, name) for name in names}
+        texts = tuple(map(self._clean, answer.texts))
+        return replace(answer, texts=texts, **{n: self._clean(each) for n, each in found.items() if each is not None})
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a response asks to wait; 0 if it does not say it."""
+    try:
+        if "retry-after-ms" in headers:
+            return max(0.0, float(headers["retry-after-ms"]) / 1000)
+        given = headers.get("retry-after", "0")
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = parsedate_to_datetime(given).timestamp() - time.time()
+        return max(0.0, seconds) if seconds < float("inf") else 0.0
+    except (ValueError, TypeError, OverflowError):
+        return 0.0

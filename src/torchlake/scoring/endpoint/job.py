@@ -1,0 +1,365 @@
+"""`predict` without a model folder: the work of a chunk job whose rows an endpoint answers.
+
+    options -> EndpointJob -> table_job: plan, workers with a journal, one commit
+
+What changes an answer is in the fingerprint: endpoint, model, options, columns and prices, never the key. Speed and
+limits are not, so the same command with a higher limit goes on.
+"""
+
+import logging
+import math
+import platform
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake import plugins
+from torchlake.config.options import EndpointArguments, JobArguments, PromptArguments, SamplingArguments
+from torchlake.config.task_spec import TaskSpec, as_columns
+from torchlake.display import count
+from torchlake.engines import Engine, Resources
+from torchlake.engines.local import Local
+from torchlake.errors import LimitReached, UsageError
+from torchlake.jobs.options import OutputOptions
+from torchlake.jobs.table_job import workspace_of
+from torchlake.models.generation import PromptOptions, generation_options
+from torchlake.outputs.transaction import Transaction
+from torchlake.runtimes import http
+from torchlake.runtimes._http.limits import LimitOptions
+from torchlake.runtimes._http.requests import Api, Endpoint, body_options, checked_key_env, checked_url
+from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
+from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, read_price, spent_in
+from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
+from torchlake.scoring.options import refuse_collisions
+from torchlake.tables.chunks import RowCost, first_rows
+from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.table import Table
+from torchlake.tasks import PROMPT, TEXT
+from torchlake.tasks._inputs import check_column, check_columns
+from torchlake.tasks._prompts import check_prompt_columns, with_prompts
+from torchlake.tasks._row_options import OPTIONS, find_options
+
+log = logging.getLogger(__name__)
+
+RUNTIME = "http"
+WRITES, EMBEDS = "text_generation", "feature_extraction"
+ROW_COST = RowCost(row_s=0.3)
+"Chunks of at most 1,000 rows: what a kill repeats is little, and each process gets many."
+MEMORY = 400 << 20
+ROWS_AHEAD, MOST_AHEAD = 2048, 32
+"Rows that a process reads ahead, so that it always has open requests, and chunks at most."
+REQUESTS_OF_A_PROCESS = 60
+"A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
+TAKEN = {
+    *JobArguments.__annotations__,
+    *SamplingArguments.__annotations__,
+    *PromptArguments.__annotations__,
+    *EndpointArguments.__annotations__,
+    *("seed", "chat", "task", "inputs", "null", "prefix"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLimits:
+    """The limits of a whole job."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    concurrency: int | None = None
+    max_cost: float | None = None
+    max_tokens_total: int | None = None
+
+    def processes(self, wanted: int, chunks: int) -> int:
+        """Return how many processes share the limits."""
+        most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
+        if self.requests_per_minute is not None:
+            most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
+        return max(1, min(most))
+
+    def shares(self, processes: int, spent: Spent) -> tuple[LimitOptions, BudgetOptions]:
+        """Return the limits of each process, and what it may spend of what is left."""
+        requests = self.requests_per_minute
+        if requests is not None and processes > 1:
+            requests = math.floor(requests / processes)
+        tokens = self.tokens_per_minute
+        limits = LimitOptions(
+            concurrency=None if self.concurrency is None else max(1, self.concurrency // processes),
+            requests_per_minute=requests,
+            tokens_per_minute=None if tokens is None else tokens / processes,
+        )
+        cost = None if self.max_cost is None else max(0.0, self.max_cost - spent.cost) / processes
+        left = None if self.max_tokens_total is None else max(0, self.max_tokens_total - spent.tokens) / processes
+        return limits, BudgetOptions(cost=cost, tokens=left)
+
+
+@dataclass(kw_only=True)
+class EndpointJob:
+    """The work of `predict` by an endpoint; see `jobs/work.py`. The settings are completed by the input's columns."""
+
+    settings: EndpointSettings
+    limits: JobLimits
+    engine: Engine
+    name: str = "predict"
+    fitted: bool = False
+    earlier: Spent = field(default_factory=Spent)
+
+    @property
+    def key(self) -> str | None:
+        return self.settings.key
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.settings.columns if self.fitted else ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"torchlake": version("torchlake"), "python": platform.python_version()}
+
+    def fit(self, source: Table) -> pa.Schema:
+        settings, schema, where = self.settings, source.schema, source.source
+        spec = settings.spec
+        if settings.generation is not None:
+            task = plugins.load("tasks", WRITES)
+            chat = spec.rows.chat
+            spec = task.find_columns(schema, spec, None if chat else partial(_first, source))
+            spec = replace(spec, rows=replace(spec.rows, chat=chat or spec.rows.chat))
+            spec = self._checked(spec, schema, where, task)
+        else:
+            check_columns(schema, {"text": TEXT}, spec, where)
+        for name in settings.keep:
+            if name not in schema.names:
+                check_column(schema, name, name, PROMPT, where)
+        self.settings, self.fitted = replace(settings, spec=spec), True
+        found = output_schema(self.settings, schema)
+        refuse_collisions(found.names, found.names)
+        return found
+
+    def _checked(self, spec: TaskSpec, schema: pa.Schema, where: str, task: Any) -> TaskSpec:
+        """Return the task of texts with the column of options. Raises TableError and UsageError for its columns."""
+        options, columns = self.settings.prompts, as_columns(spec.text)
+        if options.prompt is not None:
+            check_prompt_columns(schema, columns, where)
+            spec = replace(spec, rows=replace(spec.rows, chat=False))
+        elif len(columns) > 1:
+            check_columns(schema, {"text": TEXT}, spec, where)
+        elif not (columns[0] in schema.names and task.holds_chats(schema.field(columns[0]).type, spec)):
+            check_column(schema, "text", columns[0], TEXT, where)
+        elif self.settings.endpoint.api != "chat":
+            raise UsageError(
+                f"{where}: {columns[0]!r} holds conversations, and {self.settings.endpoint.api} read text; leave out "
+                "api, or name a column of text."
+            )
+        own = find_options(schema, spec.inputs.get(OPTIONS))  # type: ignore[arg-type]
+        inputs = {name: one for name, one in spec.inputs.items() if name != OPTIONS}
+        return replace(spec, inputs=inputs if own is None else {**inputs, OPTIONS: own})
+
+    def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        settings = self.settings
+        endpoint = settings.endpoint
+        spec = settings.spec
+        return {
+            "format": 1,
+            "runtime": RUNTIME,
+            "endpoint": endpoint.url,
+            "model": endpoint.model,
+            "api": endpoint.api,
+            "options": dict(endpoint.options),
+            **({} if not endpoint.choices else {"choices": list(endpoint.choices)}),
+            "text": spec.text if isinstance(spec.text, str) else list(spec.text),
+            **({} if not spec.inputs else {"inputs": dict(spec.inputs)}),
+            **({} if not spec.rows.chat else {"chat": True}),
+            **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
+            "key": settings.key,
+            "columns": list(settings.keep),
+            "prefix": settings.prefix,
+            "null": settings.null,
+            **({} if settings.price is None else {"price": asdict(settings.price)}),
+        }
+
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[AskedChunk, None, None]:
+        done = [part.name for part in out.done]
+        self.earlier = self._spent(out, done)
+        processes = self.limits.processes(self.engine.processes or 1, len(items))
+        limits, budget = self.limits.shares(processes, self.earlier)
+        mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
+        settings = replace(
+            self.settings,
+            limits=limits,
+            budget=budget,
+            workspace=workspace_of(out),
+            chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), len(items) // processes)),
+        )
+        results = self.engine.run_chunks(
+            partial(make_endpoint_worker, settings),
+            items,
+            resources=Resources(processes=processes, memory=MEMORY),
+            name=f"predict {out.title}",
+            label=chunk_label,
+        )
+        spent, left = self.earlier, 0
+        try:
+            for one in results:
+                spent += one.spent
+                if isinstance(one, UnfinishedChunk):
+                    left += one.left
+                else:
+                    yield one
+        finally:
+            results.close()
+        if left:
+            raise self._reached(spent, left)
+
+    def _reached(self, spent: Spent, left: int) -> LimitReached:
+        """Return the error of a job that has spent what it may."""
+        limits = self.limits
+        name = "max_cost" if limits.max_cost is not None and self.settings.price is not None else "max_tokens_total"
+        if name == "max_cost" and limits.max_tokens_total is not None and spent.cost < 0.5 * (limits.max_cost or 0):
+            name = "max_tokens_total"
+        unit = "" if name == "max_cost" else " tokens"
+        used = f"{spent.cost:,.4f}" if name == "max_cost" else f"{spent.tokens:,}"
+        more = ""
+        if spent.rows:
+            each = (spent.cost if name == "max_cost" else spent.tokens) / spent.rows
+            more = f" (about {each * left:,.4f} more)" if name == "max_cost" else f" (about {each * left:,.0f} more)"
+        return LimitReached(
+            f"{name}={getattr(limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
+            f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
+            "goes on."
+        )
+
+    def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:
+        """Return what the rows of parts took; of vectors the endpoint counts prompts only."""
+        counts = ["prompt_tokens", *(["generated_tokens", "cached_tokens"] if self.settings.generation else [])]
+        counts += [] if self.settings.price is None else ["cost"]
+        return spent_in(out.parts, names, {name: self.settings.prefix + name for name in counts})
+
+    def provenance(self, out: Transaction, made: Sequence[AskedChunk], seconds: float) -> dict[str, Any]:
+        spent = self._spent(out, [part.name for part in out.done]) + self._spent(out, [one.part.name for one in made])
+        usage = {name: value for name, value in asdict(spent).items() if name != "rows"}
+        if self.settings.price is None:
+            del usage["cost"]
+        return {
+            "endpoint": self.settings.endpoint.url,
+            "model": self.settings.endpoint.model,
+            "engine": type(self.engine).__name__.lower(),
+            "runtime": RUNTIME,
+            **self.environment,
+            "rows_scored": sum(chunk.rows for chunk in out.pending),
+            "seconds": round(seconds, 3),
+            "usage": usage,
+            "errors": [example for chunk in made for example in chunk.examples][:20],
+        }
+
+
+def endpoint_job(
+    given: Mapping[str, Any],
+    *,
+    text: str | Sequence[str] | None,
+    key: str | None,
+    columns: Sequence[str],
+    engine: Engine | None,
+) -> EndpointJob:
+    """Return the work of the options of `predict`. Raises UsageError, and ConfigError for a file of prices."""
+    http.check_library()
+    refused = sorted(name for name in given if name not in TAKEN and given[name] not in (None, False))
+    if refused:
+        raise UsageError(f"{', '.join(refused)}: for a model folder; the runtime 'http' does not have it.")
+    endpoint, generation, prompts, spec = _endpoint(given, text)
+    price = None if given.get("price") is None else read_price(given["price"], endpoint.model)
+    limits = JobLimits(**{name: given[name] for name in JobLimits.__dataclass_fields__ if given.get(name) is not None})
+    for name, value in asdict(limits).items():
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name}: expected a number above 0, got {value}.")
+    if limits.max_cost is not None and price is None:
+        raise UsageError("max_cost: the prices of the model are needed: price (--price prices.yaml).")
+    settings = EndpointSettings(
+        endpoint=endpoint,
+        spec=spec,
+        generation=generation,
+        prompts=prompts,
+        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        key=key,
+        prefix=given.get("prefix", ""),
+        null=given.get("null", "error"),
+        price=price,
+        row_timeout_s=endpoint.timeout_s,
+    )
+    return EndpointJob(settings=settings, limits=limits, engine=engine or Local())
+
+
+def _endpoint(
+    given: Mapping[str, Any], text: str | Sequence[str] | None
+) -> tuple[Endpoint, Any, PromptOptions, TaskSpec]:
+    """Return the endpoint, the options of generation (None: vectors) and of prompts, and the task."""
+    if not given.get("endpoint") or not given.get("model_name"):
+        raise UsageError(
+            "The runtime 'http' needs endpoint and model_name: --endpoint https://host/v1 --model-name NAME."
+        )
+    task, api = given.get("task"), given.get("api")
+    if task not in (None, WRITES, EMBEDS):
+        raise UsageError(f"task={task!r}: the runtime 'http' has {WRITES} and {EMBEDS}.")
+    if api is not None and task is not None and (api == "embeddings") != (task == EMBEDS):
+        raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
+    api = api or ("embeddings" if task == EMBEDS else "chat")
+    writes = api != "embeddings"
+    sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
+    if given.get("sample") is not None and not given.get("temperature"):
+        sampling.pop("seed", None)
+    generation = generation_options(WRITES if writes else EMBEDS, writes=writes, **sampling)
+    spec = TaskSpec(
+        task=WRITES if writes else EMBEDS,
+        problem="next_token" if writes else "",
+        labels=(),
+        text=_columns(text),
+        label=None,
+        max_length=0,
+        inputs=dict(given.get("inputs") or {}),
+    )
+    if given.get("prompt") is not None and text is not None:
+        raise UsageError("text and prompt: prompt has the columns of the text; leave one of them out.")
+    asked = {name: given[name] for name in PromptArguments.__annotations__ if name in given}
+    prompts, spec = with_prompts(asked, plugins.load("tasks", spec.task), spec, None, chat=bool(given.get("chat")))
+    spec = replace(spec, rows=replace(spec.rows, chat=bool(given.get("chat"))))
+    around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
+    if around and api == "completions":
+        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {api!r}.")
+    fields = {} if generation is None else _fields(api, sampling, generation)
+    return (
+        Endpoint(
+            url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
+            model=given["model_name"],
+            api=api,
+            key_env=checked_key_env(given.get("key_env")),
+            options=body_options(api, fields, given.get("request_options") or {}),
+            timeout_s=given.get("row_timeout_s", 600.0),
+            max_retries=given.get("max_retries", 8),
+        ),
+        generation,
+        prompts,
+        spec,
+    )
+
+
+def _fields(api: Api, sampling: Mapping[str, Any], generation: Any) -> dict[str, Any]:
+    """Return the options that requests have: those that were given, and the maximum of tokens and the temperature."""
+    names = {name for name in sampling if sampling[name] not in (None, False)} - {"chat"}
+    return {name: getattr(generation, name) for name in sorted(names | {"max_new_tokens", "temperature"})}
+
+
+def _columns(text: str | Sequence[str] | None) -> str | tuple[str, ...]:
+    if text is None or isinstance(text, str):
+        return text or "text"
+    return text[0] if len(text) == 1 else tuple(text)
+
+
+def _first(source: Table, column: str) -> pa.Table:
+    return first_rows(source, [column])
+
+
+def with_chunks(options: OutputOptions) -> OutputOptions:
+    """Return the options with the chunks of a job by an endpoint."""
+    return replace(options, chunk_rows=options.chunk_rows or ROW_COST)

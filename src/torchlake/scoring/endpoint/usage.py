@@ -1,0 +1,179 @@
+"""What answers cost: prices, budgets, and the sums of an output.
+
+    prices.yaml    small-model: {input: 0.25, cached: 0.025, output: 2.0}     per million tokens
+
+A budget is for one process, its share of what the job has left. A request starts if the budget has room for it and all
+open ones, each with the longest answer that it may have, so a job stays below its limits.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.config.yaml import read_text, read_yaml
+from torchlake.errors import UsageError
+from torchlake.outputs.parts import PartFolder
+from torchlake.runtimes._http.answers import Answer
+from torchlake.tables.formats.columnar import open_parquet
+
+MILLION = 1_000_000
+COUNTED = ("prompt_tokens", "generated_tokens", "cached_tokens")
+"The columns of tokens; with prices there is also `cost`."
+COST = "cost"
+FIRST_RATIO = 1.5
+"How many times its estimate a prompt may have, until there are answers."
+CHARACTERS = 4
+"Of a token, on average, in a guess."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """The prices of a model for a million tokens."""
+
+    input: float
+    output: float
+    cached: float
+
+    def cost(self, prompt: float, generated: float, cached: float = 0) -> float:
+        """Return the cost of tokens; `cached` are some of the prompt."""
+        return ((prompt - cached) * self.input + cached * self.cached + generated * self.output) / MILLION
+
+    def cost_of(self, answer: Answer) -> float | None:
+        """Return the cost of an answer; None if the endpoint did not count."""
+        if answer.prompt_tokens is None:
+            return None
+        cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
+        return self.cost(answer.prompt_tokens, answer.generated_tokens or 0, cached)
+
+
+def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
+    """Return the price of a model in a YAML file or a mapping. Raises ConfigError, and UsageError with its names."""
+    if isinstance(prices, Mapping):
+        found, where = prices, "price"
+    else:
+        where = str(prices)
+        found, _ = read_yaml(read_text(Path(prices)), where)
+    if not isinstance(found, Mapping) or not found:
+        raise UsageError(f"{where}: expected models with their prices, such as small: {{input: 0.25, output: 2}}.")
+    if model not in found:
+        names = ", ".join(map(str, found))
+        raise UsageError(f"{where}: it has no price of the model {model!r}; it has {names}.")
+    given = found[model]
+    given = given if isinstance(given, Mapping) else {}
+    unknown = sorted(map(str, given.keys() - {"input", "output", "cached"}))
+    if unknown or not {"input"} <= given.keys():
+        problem = f"unknown {unknown[0]!r}" if unknown else "no input"
+        raise UsageError(f"{where}: {model}: {problem}; expected input, output and cached, per million tokens.")
+    values = {name: given.get(name) for name in ("input", "output", "cached")}
+    values = {"input": values["input"], "output": values["output"] or 0.0, "cached": values["cached"]}
+    values["cached"] = values["input"] if values["cached"] is None else values["cached"]
+    for name, value in values.items():
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise UsageError(f"{where}: {model}: {name}: expected a price of 0 or more, got {value!r}.")
+    return Price(**{name: float(value) for name, value in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What some answers took."""
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    cost: float = 0.0
+
+    def __add__(self, other: "Spent") -> "Spent":
+        """Return the sum."""
+        return Spent(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    @property
+    def tokens(self) -> int:
+        """Those of prompts and answers."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+def spent_on(answers: Iterable[Answer], price: Price | None) -> Spent:
+    """Return what answers took."""
+    some = list(answers)
+    return Spent(
+        rows=len(some),
+        **{name: sum(getattr(one, name) or 0 for one in some) for name in COUNTED},
+        cost=0.0 if price is None else sum(price.cost_of(one) or 0.0 for one in some),
+    )
+
+
+def spent_in(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> Spent:
+    """Return what the rows of written parts took; `columns` are those of the counts, as {count: column}.
+
+    Cost: reading these columns.
+    """
+    total = Spent()
+    for name in names:
+        with open_parquet(f"{parts.location}/{parts.below}{name}") as parquet:
+            rows = parquet.read(columns=list(columns.values()))
+        sums = {one: pc.sum(rows[column]).as_py() or 0 for one, column in columns.items()}
+        total += Spent(rows=rows.num_rows, **sums)
+    return total
+
+
+def usage_columns(answers: list[Answer | None], price: Price | None) -> list[tuple[pa.Field, pa.Array]]:
+    """Return the columns of tokens and cost, null for rows that were not asked."""
+    made = []
+    for name in COUNTED:
+        values = [None if one is None else getattr(one, name) for one in answers]
+        made.append((pa.field(name, pa.int32()), pa.array(values, pa.int32())))
+    if price is not None:
+        costs = [None if one is None else price.cost_of(one) for one in answers]
+        made.append((pa.field(COST, pa.float64()), pa.array(costs, pa.float64())))
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """What a process may spend; None: no limit."""
+
+    cost: float | None = None
+    tokens: float | None = None
+
+
+class Budget:
+    """What is left of a process's share."""
+
+    def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
+        self._options, self._price, self._most = options, price, most_tokens
+        self._tokens = self._cost = 0.0
+        self._ratio, self._seen = FIRST_RATIO, False
+        self._counting = threading.Lock()
+        self.closed = False
+        "Whether a row was not asked; then no other one is."
+
+    def count(self, answer: Answer, estimate: float) -> None:
+        """Count an answer; `estimate` is that of the tokens of its prompt, which count if the endpoint says nothing."""
+        known, written = answer.prompt_tokens, answer.generated_tokens
+        prompt = estimate if known is None else known
+        generated = sum(map(len, answer.texts)) / CHARACTERS if written is None else written
+        with self._counting:
+            self._tokens += prompt + generated
+            if self._price is not None:
+                self._cost += self._price.cost(prompt, generated, min(answer.cached_tokens or 0, prompt))
+            if known is not None:
+                self._ratio, self._seen = max(self._ratio if self._seen else 0.0, known / max(estimate, 1.0)), True
+            self._most = max(self._most, int(generated))
+
+    def may_start(self, open_requests: int, estimate: float) -> bool:
+        """Return whether one more request fits; `open_requests` are open with it."""
+        prompt, generated = estimate * self._ratio * open_requests, float(self._most * open_requests)
+        if self.closed or (
+            self._options.tokens is not None and self._tokens + prompt + generated > self._options.tokens
+        ):
+            return False
+        if self._options.cost is None or self._price is None:
+            return True
+        return self._cost + self._price.cost(prompt, generated) <= self._options.cost

@@ -1,0 +1,199 @@
+"""The worker of a job by an endpoint: chunks are read ahead, their rows asked, and their answers written.
+
+    read a chunk, read its journal -> questions, after those of the chunks before -> answers, each kept in the journal
+    -> Parquet part
+
+A chunk's rows are asked as soon as it is read, so requests of several chunks are open together. A kill loses the open
+requests only: the next attempt at the chunk finds all others in the journal.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+import pyarrow as pa
+
+from torchlake.errors import StorageError
+from torchlake.jobs.worker.journal import MARK, Journal
+from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
+from torchlake.jobs.worker.read_ahead import Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.outputs.parts import Part
+from torchlake.runtimes._http.answers import Answer, answer_of
+from torchlake.runtimes.http import Asking, Question
+from torchlake.scoring.endpoint.rows import Asked, EndpointSettings, answer_columns, read_rows
+from torchlake.scoring.endpoint.usage import Budget, Spent, spent_on
+from torchlake.tables.keys import row_ids
+from torchlake.tables.plan import Chunk
+from torchlake.tables.reading import ChunkReader
+
+NOTE_S = 1.0
+"Seconds between two notes of progress."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedChunk(WrittenChunk):
+    """A worker's report on a chunk whose rows were all asked."""
+
+    spent: Spent = field(default_factory=Spent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfinishedChunk:
+    """A worker's report on a chunk whose other rows were not asked, because a limit was reached."""
+
+    spent: Spent
+    left: int
+
+
+class OpenChunk:
+    """The answers of a chunk, as they come; `journal` keeps them. It asks the runtime: see `Asker` there."""
+
+    def __init__(self, journal: Journal, asked: dict[int, Asked], budget: Budget) -> None:
+        self.journal, self._asked, self._budget = journal, asked, budget
+        self.answers: dict[int, Answer] = {}
+        self.skipped = 0
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        for row, kept in journal.known.items():
+            self.answers[row] = answer_of(kept)
+            budget.count(self.answers[row], asked[row].tokens)
+        self._check()
+
+    def questions(self, name: str) -> list[Question]:
+        """Return the requests of the rows that the journal does not have."""
+        stem = PurePath(name).stem.removeprefix("part-")
+        left = [(row, one) for row, one in self._asked.items() if row not in self.answers]
+        return [Question(self, row, f"{stem}-{row}", one.body, one.tokens) for row, one in left]
+
+    def keep(self, row: int, answer: Answer) -> None:
+        """Keep an answer before its slot is free; one that may come out better is not kept for the next attempt."""
+        if answer.final:
+            self.journal.append(row, answer.to_bytes())
+        self._budget.count(answer, self._asked[row].tokens)
+        self.answers[row] = answer
+        self._check()
+
+    def skip(self, row: int) -> None:
+        """Count a row that is not asked."""
+        self._budget.closed = True
+        self.skipped += 1
+        self._check()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `wait` raise the error, unless there is nothing to wait for."""
+        if not self._ended.is_set():
+            self.error = error
+            self._ended.set()
+
+    def wait(self, attempt: Attempt) -> None:
+        """Wait for all answers, and note progress. Raises what ended the requests."""
+        noted: set[int] = set()
+        while True:
+            ended = self._ended.wait(NOTE_S)
+            if self.error is not None:
+                raise self.error
+            new = self.answers.keys() - noted
+            if new:
+                noted |= new
+                with attempt.running("score", sorted(new)):
+                    pass
+                # No row is suspect if this process dies: requests are not work of its own.
+                attempt.narrow([], sum(one.generated_tokens or 0 for one in list(self.answers.values())))
+            if ended:
+                return
+
+    def _check(self) -> None:
+        if len(self.answers) + self.skipped == len(self._asked):
+            self._ended.set()
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """A chunk whose rows are being asked."""
+
+    table: pa.Table
+    errors: dict[int, str]
+    open: OpenChunk
+
+
+def make_endpoint_worker(
+    settings: EndpointSettings,
+) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[AskedChunk | UnfinishedChunk]]:
+    """Return a worker that has the rows of (chunk, part name) pairs asked, and yields a report for each."""
+    reader, workspace = ChunkReader(settings.columns), settings.workspace
+    assert workspace is not None, "a job has a workspace"
+    budget = Budget(settings.budget, settings.price, settings.endpoint.most_tokens)
+    asking = Asking(settings.endpoint, settings.limits, budget.may_start)
+    opened: list[OpenChunk] = []
+
+    names: dict[int, str] = {}
+
+    def start(chunk: Chunk, attempt: Attempt) -> ReadRows | None:
+        if budget.closed:
+            return None
+        table, unreadable = read_chunk(reader, chunk, attempt)
+        asked, errors = read_rows(table, unreadable, settings)
+        attempt.idle()
+        name = names[chunk.index]
+        journal = Journal(workspace.rows, name, {row: mark(one.body) for row, one in asked.items()})
+        found = OpenChunk(journal, asked, budget)
+        opened.append(found)
+        asking.add(found.questions(name))
+        return ReadRows(table, errors, found)
+
+    def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
+        rows = one.read
+        if rows is None:
+            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows)
+        rows.open.wait(one.attempt)
+        opened.remove(rows.open)
+        spent = spent_on(rows.open.answers.values(), settings.price)
+        if rows.open.skipped:
+            rows.open.journal.close()
+            return UnfinishedChunk(spent=spent, left=rows.open.skipped)
+        answers = [rows.open.answers.get(row) for row in range(one.chunk.rows)]
+        made = answer_columns(settings, answers, rows.errors)
+        keys = [] if settings.key is not None else [("row_id", row_ids(one.chunk))]
+        kept = [(name, rows.table[name]) for name in settings.keep]
+        columns = dict([*keys, *kept, *((name, made[name]) for name in made.column_names)])
+        part = workspace.parts.write(one.name, pa.table(columns), chunk=one.chunk.index)
+        rows.open.journal.remove()
+        return AskedChunk(
+            part=part, examples=examples_of(one.chunk, made["error"]), written=spent.generated_tokens, spent=spent
+        )
+
+    def lost(part: Part) -> AskedChunk:
+        return AskedChunk(part=part)
+
+    def write_each(group: Sequence[Ready[ReadRows | None]]) -> list[AskedChunk | UnfinishedChunk]:
+        return [write(one) for one in group]
+
+    work = reading_ahead(
+        workspace, settings.row_timeout_s, read=start, write=write_each, lost=lost, most=settings.chunks_ahead
+    )
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[AskedChunk | UnfinishedChunk]:
+        try:
+            yield from work(_noted(items, names))
+        except BaseException:
+            for one in opened:
+                with suppress(StorageError):  # the first error is the cause
+                    one.journal.close()
+            raise
+
+    return worker
+
+
+def _noted(items: Iterator[tuple[Chunk, str]], names: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
+    """Yield the chunks with the names of their parts, which are put into `names`."""
+    for chunk, name in items:
+        names[chunk.index] = name
+        yield chunk, name
+
+
+def mark(body: bytes) -> bytes:
+    """Return the hash of a row's request, by which its answer is found again."""
+    return hashlib.blake2b(body, digest_size=MARK).digest()

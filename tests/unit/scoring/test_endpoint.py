@@ -1,0 +1,300 @@
+"""Rows that an endpoint answers: every row out once, named errors, limits that hold, and no key anywhere."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fake_endpoint import FakeEndpoint, serving
+from torchlake.engines.local import Local
+from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
+from torchlake.processes.serialization import pack, unpack
+from torchlake.runtimes._http import client
+from torchlake.scoring.predict import predict
+
+KEY = "sk-very/secret-12345"
+PRICE = {"small": {"input": 1.0, "output": 2.0, "cached": 0.5}}
+
+
+class Here(Local):
+    """The local engine without child processes: those cost a second each."""
+
+    def run_chunks(self, make_worker: Any, chunks: Any, **_: Any) -> Any:
+        make = unpack(pack(make_worker))  # as every engine sends it
+        return make[0]()(iter(list(chunks))) if isinstance(make, tuple) else make()(iter(list(chunks)))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Callable[..., Path]:
+    def write(count: int = 20, **columns: Any) -> Path:
+        columns = columns or {"text": [f"row {row} of it" for row in range(count)]}
+        path = tmp_path / f"in-{len(list(tmp_path.iterdir()))}.parquet"
+        pq.write_table(pa.table({"id": list(range(len(next(iter(columns.values()))))), **columns}), path)
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEY", KEY)
+    monkeypatch.setattr(client, "PAUSE_S", 0.001)
+
+
+def ask(table: Path, endpoint: FakeEndpoint, output: Path, **options: Any) -> list[dict[str, Any]]:
+    given: dict[str, Any] = {"model_name": "small", "key": "id", "engine": Here(), "max_error_rate": 1.0, **options}
+    predict(None, str(table), output, endpoint=endpoint.url, **given)
+    found: list[dict[str, Any]] = pq.read_table(output).sort_by("id").to_pylist()
+    return found
+
+
+def test_each_row_is_answered_once_and_faults_are_named(rows: Callable[..., Path], tmp_path: Path) -> None:
+    faults = {
+        "row 1 ": ["503", "408", "425", "409", "reset", "cut"],
+        "row 2 ": "400:too odd",
+        "row 3 ": "html",
+        "row 4 ": "half",
+        "row 5 ": "error200",
+        "row 6 ": "nochoices",
+        "row 7 ": "filter",
+        "row 8 ": "filtered",
+        "row 9 ": "refusal",
+        "row 10 ": "empty",
+        "row 11 ": "422",
+        "row 12 ": "500",
+        "row 13 ": "413",
+        "row 14 ": "length",
+        "row 15 ": "think",
+    }
+    with serving(faults=faults) as endpoint:
+        found = ask(rows(18), endpoint, tmp_path / "out", max_retries=6, max_error_rate=1.0)
+    assert [row["id"] for row in found] == list(range(18))
+    reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
+    named = ["http_400", *["bad_answer"] * 4, "content_filter", "content_filter", "refused", "length", "http_422"]
+    assert reasons == [None, None, *named, "http_500", "http_413", *[None] * 4]
+    assert found[2]["error"] == "http_400: too odd"
+    assert found[3]["error"].endswith("Sign in</body></html>")
+    assert "upstream failed" in found[5]["error"]
+    assert found[14]["finish_reason"] == "length"
+    assert found[14]["generated_text"] == "echo row 14 of it"
+    assert found[15]["reasoning"] == "Let me see."
+    asked = {row: sum(f"row {row} " in text for text in endpoint.texts) for row in range(18)}
+    assert asked == dict.fromkeys(range(18), 1) | {1: 7, 12: 7}
+    assert found[0]["prompt_tokens"] == 4
+    assert found[0]["generated_tokens"] == 2
+    assert found[0]["cached_tokens"] == 1
+
+
+def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_path: Path) -> None:
+    """Messages go as messages, with what the options put around them; nulls of Arrow's structs are not sent."""
+    chats = [
+        [{"role": "user", "content": "hi", "name": None}],
+        [{"role": "system", "content": "own", "name": None}, {"role": "user", "content": "yo", "name": "Ann"}],
+        None,
+    ]
+    with serving() as endpoint:
+        found = ask(
+            rows(messages=chats),
+            endpoint,
+            tmp_path / "chats",
+            system="be brief",
+            temperature=0.5,
+            seed=7,
+            stop=["."],
+            max_new_tokens=9,
+            logprobs="tokens",
+            request_options={"reasoning_effort": "low", "stop": None},
+        )
+        assert [row["error"] for row in found] == [None, None, "null_input"]
+        assert (found[0]["logprob"], found[0]["token_logprobs"]) == (-0.5, [-0.25, -0.75])
+        bodies = sorted((one.body for one in endpoint.requests), key=lambda one: str(one["messages"]))
+        assert bodies[0]["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        assert bodies[1]["messages"][1] == {"role": "user", "content": "yo", "name": "Ann"}
+        assert bodies[1]["messages"][0]["content"] == "own"
+        options = {"max_tokens": 9, "temperature": 0.5, "seed": 7, "reasoning_effort": "low", "logprobs": True}
+        assert {name: value for name, value in bodies[0].items() if name != "messages"} == {"model": "small", **options}
+
+        del endpoint.requests[:]
+        found = ask(rows(2), endpoint, tmp_path / "texts", api="completions", n=2, temperature=1.0)
+        assert found[1]["generated_text"] == ["echo row 1 of it", "echo row 1 of it #1"]
+        assert endpoint.requests[0].path == "/v1/completions"
+        found = ask(rows(2), endpoint, tmp_path / "vectors", task="feature_extraction", model_name="embedder")
+        assert found[0]["embedding"] == [len("row 0 of it"), 1.0, -0.5]
+        tools = [{"name": "weather", "parameters": {"type": "object"}}]
+        endpoint.faults = {"row 1 ": "call"}
+        found = ask(rows(2), endpoint, tmp_path / "tools", tools=tools, prompt="Do {text}")
+        assert json.loads(found[1]["tool_calls"])[0]["function"]["name"] == "weather"
+        assert endpoint.requests[-1].body["tools"] == [{"type": "function", "function": tools[0]}]
+
+
+def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = {"row 1 ": "echokey", "row 2 ": "echo400", "row 3 ": ["429", "503"]}
+    with serving(faults=faults, key=KEY) as endpoint:
+        ask(rows(6), endpoint, tmp_path / "out", key_env="TEST_KEY", max_cost=1.0, price=PRICE)
+        assert all(one.headers["authorization"] == f"Bearer {KEY}" for one in endpoint.requests)
+        with pytest.raises(LimitReached):
+            ask(rows(9), endpoint, tmp_path / "cut", key_env="TEST_KEY", max_tokens_total=100, concurrency=1)
+        endpoint.key = "another"
+        with pytest.raises(UsageError, match=r"the key in TEST_KEY. It says 401: bad key Bearer \[redacted\]"):
+            ask(rows(6), endpoint, tmp_path / "refused", key_env="TEST_KEY")
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) > 6
+    content = b"".join(path.read_bytes() for path in kept) + "".join(capfd.readouterr()).encode()
+    content += b"".join(repr(pq.read_table(path).to_pylist()).encode() for path in kept if path.suffix == ".parquet")
+    assert KEY.encode() not in content
+    assert KEY.replace("/", "\\/").encode() not in content
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("403", "refuses the request"),
+        ("model", "has no model 'small' for chat"),
+        ("404", "there is nothing at /v1/chat/completions"),
+        ("307", "redirects to another host, http://127.0.0.1"),
+        ("302:same", "drops the request"),
+    ],
+)
+def test_what_no_row_would_survive_ends_the_job(
+    fault: str, message: str, rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    with serving(faults={"row": fault}) as endpoint:
+        with pytest.raises(UsageError, match=message):
+            ask(rows(40), endpoint, tmp_path / "out")
+        assert len(endpoint.requests) <= 16
+
+
+def test_a_redirect_on_the_same_host_is_followed(rows: Callable[..., Path], tmp_path: Path) -> None:
+    with serving(faults={"row": "307:same"}) as endpoint:
+        assert [row["error"] for row in ask(rows(2), endpoint, tmp_path / "out")] == [None, None]
+
+
+def test_an_exhausted_quota_keeps_what_is_there(rows: Callable[..., Path], tmp_path: Path) -> None:
+    table = rows(12)
+    with serving(faults={6: "quota"}) as endpoint:
+        with pytest.raises(LimitReached, match="the endpoint's own limit is reached: no money"):
+            ask(table, endpoint, tmp_path / "out", concurrency=1)
+        endpoint.faults = {}
+        ask(table, endpoint, tmp_path / "out", concurrency=1)
+        assert sorted(endpoint.texts[:5] + endpoint.texts[6:]) == sorted(f"row {row} of it" for row in range(12))
+
+
+def test_a_limit_of_cost_stops_below_it_and_more_goes_on(rows: Callable[..., Path], tmp_path: Path) -> None:
+    table, place = rows(40), tmp_path / "out"
+    each = (3 + 0.5 + 2 * 2) / 1e6  # 4 tokens of which 1 is cached, and 2 new ones
+    with serving() as endpoint:
+        options: dict[str, Any] = {"price": PRICE, "max_new_tokens": 4, "concurrency": 4}
+        with pytest.raises(LimitReached, match=r"max_cost=0.0001 is reached: \d+ rows took 0.0001, and \d+ rows are"):
+            ask(table, endpoint, place, **options, max_cost=100e-6)
+        first = len(endpoint.requests)
+        assert 0.8 * 100e-6 < first * each <= 100e-6
+        found = ask(table, endpoint, place, **options, max_cost=500e-6)
+        assert len(endpoint.requests) == 40, "no row is paid twice"
+        assert sum(row["cost"] for row in found) == pytest.approx(40 * each)
+    record = predict(
+        None,
+        str(table),
+        place,
+        endpoint=endpoint.url,
+        model_name="small",
+        key="id",
+        price=PRICE,
+        max_new_tokens=4,
+        engine=Here(),
+    ).record
+    assert record["provenance"]["usage"]["cost"] == pytest.approx(40 * each)
+    assert record["provenance"]["usage"]["prompt_tokens"] == 160
+
+
+def test_a_limit_of_tokens(rows: Callable[..., Path], tmp_path: Path) -> None:
+    with serving() as endpoint:
+        with pytest.raises(LimitReached, match="max_tokens_total=100 is reached"):
+            ask(rows(40), endpoint, tmp_path / "out", max_tokens_total=100, max_new_tokens=2)
+        assert 80 < len(endpoint.requests) * 6 <= 100
+
+
+def test_open_requests_follow_concurrency_and_retry_after_is_obeyed(rows: Callable[..., Path], tmp_path: Path) -> None:
+    with serving(latency_s=0.02) as endpoint:
+        ask(rows(30), endpoint, tmp_path / "three", concurrency=3)
+        assert endpoint.most_open == 3
+        ask(rows(120), endpoint, tmp_path / "grown")
+        assert endpoint.most_open > 8
+        del endpoint.requests[:]
+        endpoint.faults = {2: "429:0.3"}
+        ask(rows(12), endpoint, tmp_path / "waited", concurrency=2)
+        times = [one.at for one in endpoint.requests]
+        assert max(after - before for before, after in itertools.pairwise(times)) >= 0.25
+
+
+def test_rates_hold(rows: Callable[..., Path], tmp_path: Path) -> None:
+    """6,000 requests a minute are 100 a second: the last of 60 is never earlier than its moment."""
+    with serving() as endpoint:
+        began = time.monotonic()
+        ask(rows(60), endpoint, tmp_path / "out", requests_per_minute=6000)
+        assert endpoint.requests[-1].at - began >= 0.6
+        began = time.monotonic()
+        ask(rows(60), endpoint, tmp_path / "tokens", tokens_per_minute=36_000, max_new_tokens=2)
+        assert endpoint.requests[-1].at - began >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endpoint": "https://me:pass@host/v1"}, "the URL for host has a user or password in it"),
+        ({"endpoint": "https://host/v1?api_key=abc"}, "has the secret 'api_key' in it"),
+        ({"endpoint": "http://example.org/v1"}, "http://example.org is not encrypted"),
+        ({"endpoint": "ftp://host/v1"}, "expected a URL such as https://host/v1"),
+        ({"endpoint": "https://host/v1/chat/completions"}, "leave out /chat/completions"),
+        ({"key_env": "NOT_SET"}, "the environment variable NOT_SET is not set on "),
+        ({"key_env": "sk-abc"}, "expected the name of an environment variable"),
+        (
+            {"price": {"other": {"input": 1}, "third": {"input": 1}}},
+            "no price of the model 'small'; it has other, third",
+        ),
+        ({"price": {"small": {"output": 1}}}, "small: no input"),
+        ({"price": {"small": {"input": -1}}}, "expected a price of 0 or more, got -1"),
+        ({"max_cost": 1.0}, "the prices of the model are needed"),
+        ({"max_length": 10}, "max_length: for a model folder"),
+        ({"num_beams": 2}, "num_beams: the runtime 'http' does not have it"),
+        ({"request_options": {"messages": []}}, "'messages' is not an option"),
+        ({"task": "token_classification"}, "the runtime 'http' has text_generation and feature_extraction"),
+        ({"api": "embeddings", "max_new_tokens": 3}, "max_new_tokens: for text generation only"),
+        ({"model_name": ""}, "needs endpoint and model_name"),
+    ],
+)
+def test_mistakes_are_found_before_any_work(
+    options: dict[str, Any], message: str, rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    given = {"endpoint": "http://127.0.0.1:9/v1", "model_name": "small", **options}
+    with pytest.raises(UsageError) as caught:
+        predict(None, str(rows(2)), tmp_path / "out", engine=Here(), **given)
+    assert message in str(caught.value)
+    assert not any(secret in str(caught.value) for secret in ("pass@", "abc"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_mistakes(rows: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no connection"):
+        predict(None, str(rows(2)), tmp_path / "out", endpoint="http://127.0.0.1:9/v1", model_name="m", engine=Here())
+    with pytest.raises(TableError, match="there is no text column 'body'"):
+        predict(None, str(rows(2)), tmp_path / "o", text="body", endpoint="http://localhost/v1", model_name="m")
+    with pytest.raises(UsageError, match="reads no model folder"):
+        predict("model", str(rows(2)), tmp_path / "o", runtime="http", endpoint="http://localhost/v1", model_name="m")
+    with pytest.raises(UsageError, match="endpoint: for the runtime 'http'"):
+        predict("model", str(rows(2)), tmp_path / "o", runtime="eager", endpoint="http://localhost/v1")
+    (tmp_path / "prices.yaml").write_text("small: {input: 1,")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        predict(
+            None,
+            str(rows(2)),
+            tmp_path / "o",
+            endpoint="http://localhost/v1",
+            model_name="small",
+            price=tmp_path / "prices.yaml",
+        )
