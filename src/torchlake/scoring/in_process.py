@@ -32,6 +32,7 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.options import GenerationArguments
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.data.features import Features
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
@@ -77,6 +78,8 @@ class View:
     prompt: str | None = None
     "The prompt of an embedding model in place of its default."
     truncation_side: str | None = None
+    truncate: bool = True
+    "Whether longer rows are truncated; if not, they are errors."
 
     @property
     def kind(self) -> str:
@@ -85,6 +88,7 @@ class View:
 
 
 AS_LOADED = View()
+NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class Model:
         self._settings = settings
         self.spec: TaskSpec = scorer.spec
         self.runtime: str = scorer.runtime
+        self.sha: str = settings.model_hash
+        self.folder: str = settings.model
         self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens)
         # Neither the batcher nor its thread has a reference to this object, so a model that is dropped is freed.
         weakref.finalize(self, self.batcher.close, wait=False)
@@ -139,9 +145,7 @@ class Model:
     async def acall(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]
     @overload
     async def acall(self, texts: Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> list[Answer]: ...
-    async def acall(
-        self, texts: str | Iterable[Text] | Frame | Mapping[str, Iterable[Any]]
-    ) -> Answer | list[Answer]:
+    async def acall(self, texts: str | Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> Answer | list[Answer]:
         """Return what a call returns, without blocking the event loop; a call that is cancelled is not computed."""
         if isinstance(texts, str):
             return (await self.acall([texts]))[0]
@@ -182,12 +186,26 @@ class Model:
         finally:
             call.future.cancel()  # for a caller that was interrupted
 
-    async def ascore(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> Answered:
-        """Score like `score`, without blocking the event loop."""
+    async def ascore(
+        self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED, *, patience: float | None = None
+    ) -> Answered:
+        """Score like `score`, without blocking the event loop.
+
+        Raises TimeoutError if no row has been computed after `patience` seconds in the queue, and RowTimeout for a
+        batch that was given up.
+        """
         loop = asyncio.get_running_loop()
         call, seconds = await loop.run_in_executor(self._readers, self.read, table, unreadable, view)
         self.batcher.submit(call)
-        return _answered(call, await asyncio.wrap_future(call.future), seconds)
+        late = None
+        if patience is not None:
+            message = f"no answer began within {patience:g} seconds"
+            late = loop.call_later(patience, lambda: call.waits and call.end(TimeoutError(message)))
+        try:
+            return _answered(call, await asyncio.wrap_future(call.future), seconds)
+        finally:
+            if late is not None:
+                late.cancel()
 
     def read(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> tuple[Call, float]:
         """Tokenize the rows of a table; return a call for the batcher, and the seconds that it took."""
@@ -198,6 +216,10 @@ class Model:
         reader = scorer.reader if view is AS_LOADED else _reader_of(scorer.reader, view)
         with self._reading:  # a tokenizer has settings that one call at a time changes
             work = reader.read(table, unreadable)
+        if not view.truncate:
+            for at in np.flatnonzero(work.features.cut).tolist():
+                more = f"{work.features.cut[at]:,} tokens more than the {self.spec.max_length:,} that the model reads"
+                work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
         seconds = time.perf_counter() - began
         costs = np.zeros(work.count, dtype=np.int64)
         if self._settings.generation is not None:  # its rows are computed in the order and company of `predict`
@@ -206,13 +228,43 @@ class Model:
         costs[[row for row in work.errors if row < work.count]] = 0
         return Call((work, view), costs, kind=view.kind), seconds
 
+    def tokens(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
+        """Return the tokens of each text: `id`, `text`, `special`, and `start` and `stop` in characters."""
+        if self._scorer is None or not hasattr(self._scorer.processor, "backend_tokenizer"):
+            raise UsageError("The model has no tokenizer of texts.")
+        backend = self._scorer.processor.backend_tokenizer
+        with self._reading:
+            backend.no_truncation()
+            backend.no_padding()
+            encodings = backend.encode_batch(texts, add_special_tokens=special)
+        return [
+            [
+                {"id": number, "text": name, "special": True, "start": None, "stop": None}
+                if mark
+                else {"id": number, "text": text[start:stop], "special": False, "start": start, "stop": stop}
+                for number, name, mark, (start, stop) in zip(
+                    each.ids, each.tokens, each.special_tokens_mask, each.offsets, strict=True
+                )
+            ]
+            for text, each in zip(texts, encodings, strict=True)
+        ]
+
+    def with_options(self, task_options: Mapping[str, Any]) -> TaskSpec:
+        """Return the task with other options. Raises UsageError for those that it does not have."""
+        return _spec_of(self.spec, View(task_options=task_options))
+
+    @property
+    def batch_tokens(self) -> int:
+        """The tokens of a batch."""
+        return 0 if self._scorer is None else self._scorer.batch_tokens
+
     def failed(self, rows: int, reason: str, view: View = AS_LOADED) -> pa.Table:
         """Return the answer of rows that all have the same error."""
         scorer = self._scorer
         if scorer is None:
             raise UsageError(CLOSED)
-        table = pa.table({name: pa.nulls(rows, pa.string()) for name in self.spec.input_columns})
-        return scorer.score(replace(scorer.read(table.slice(0, 0), {}), count=rows, errors=dict.fromkeys(range(rows), reason)))
+        nothing = ReadyRows(rows, np.zeros(0, dtype=np.int64), NO_FEATURES, dict.fromkeys(range(rows), reason))
+        return (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(nothing)
 
     def _shown(self) -> Shown:
         classes = f", {len(self.spec.labels):,} classes" if self.spec.labels else ""

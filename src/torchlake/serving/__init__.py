@@ -3,17 +3,17 @@
     HTTP -> limits, token -> rows or texts -> one thread that computes what has arrived -> answers by orjson
 
 In: a model folder; requests as MLflow, Text Embeddings Inference or OpenAI define them. Out: the columns of `predict`,
-or what those clients expect. Read `batching.py` first, then `app.py`.
+or what those clients expect. Read `batching.py` first, then `asgi.py`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchlake.serving.app import app
-    from torchlake.serving.options import ServeOptions
-    from torchlake.serving.process import serve
+    from torchlake.serving.asgi import app as app
+    from torchlake.serving.options import ServeOptions as ServeOptions
+    from torchlake.serving.process import serve as serve
 
-_MODULES = {"ServeOptions": "options", "app": "app", "serve": "process"}
+_MODULES = {"ServeOptions": "options", "app": "asgi", "serve": "process"}
 
 
 def __getattr__(name: str) -> Any:

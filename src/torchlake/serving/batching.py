@@ -21,6 +21,10 @@ from torchlake.errors import UsageError
 CLOSED = "The model is closed. Load it again."
 
 
+class RowTimeout(TimeoutError):
+    """A row was computed for too long; whichever of its batch it is, all of them are given up."""
+
+
 class Call:
     """Rows that one caller waits for. `future` gets the pieces of its answer: [(rows (B,), answer of these rows)]."""
 
@@ -119,20 +123,23 @@ class Batcher:
         if wait and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def abandon(self, seconds: float, error: BaseException) -> bool:
-        """Give up a batch that has been computed for more than `seconds`, and everything that waits.
+    def abandon(self, seconds: float) -> bool:
+        """Give up a batch that has been computed for more than `seconds`; return whether there was one.
 
-        Its callers get `error`; the thread cannot be stopped. Return whether that was done.
+        Its callers get RowTimeout, those that wait TimeoutError, and further calls are refused, because the thread
+        cannot be stopped.
         """
         with self._changed:
             if not self._running or time.perf_counter() - self._began < seconds:
                 return False
-            self._closed = str(error)
-            given_up = [*(call for call, _ in self._running), *self._waiting]
+            self._closed = f"A batch was computed for more than {seconds:g} seconds: start again."
+            running, waiting = [call for call, _ in self._running], list(self._waiting)
             self._waiting.clear()
             self.queued_tokens = 0
-        for call in given_up:
-            call.end(error)
+        for call in running:
+            call.end(RowTimeout(f"timeout: computed for more than {seconds:g} seconds"))
+        for call in waiting:
+            call.end(TimeoutError(self._closed))
         return True
 
     def _work(self) -> None:
