@@ -47,9 +47,9 @@ class Running:
 @contextmanager
 def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
     """Serve a model on a free port of this machine, in a thread."""
+    server = ServerProcess(app(model, options=ServeOptions(**options), **(load or {})))
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = ServerProcess(app(model, options=ServeOptions(**options), **(load or {})))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

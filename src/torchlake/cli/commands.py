@@ -292,18 +292,18 @@ def serve(
 ) -> Outcome:
     """Answer requests with a model until a signal."""
     serving = _serving()
-    if engine not in (None, "local", "ray"):
-        raise UsageError(f"--engine {engine}: it serves nothing. Use ray, or leave it out.")
-    made = make_engine(engine, None, settings, as_json=False) if engine == "ray" else None
+    made = None if engine is None else make_engine(engine, server.get("processes"), settings, as_json=False)
     status = serving.serve(model, engine=made, options=_serve_options(server), **loading)
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
 
 
 def try_model(model: str, server: Mapping[str, Any], loading: Mapping[str, Any]) -> Outcome:
-    """Serve a page to try a model; in a terminal without a browser, answer lines."""
-    serving = _serving()
+    """Serve a page to try a model; in a terminal, answer lines, too."""
+    _serving()
+    from torchlake.serving.process import try_out
+
     options = _serve_options({"port": 0, **server}, page=True)
-    status = serving.serve(model, options=options, **loading)
+    status = try_out(model, options=options, read=input if sys.stdin.isatty() else None, **loading)
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
 
 
@@ -330,7 +330,13 @@ def _serve_options(given: Mapping[str, Any], *, page: bool = False) -> Any:
     key = os.environ.get("TORCHLAKE_API_KEY") if file is None else Path(file).read_text(encoding="utf-8").strip()
     if not port.isdigit():
         raise UsageError(f"AIP_HTTP_PORT: expected a port, got {port!r}")
-    options = {"port": int(port), **options, "truncate": not given.get("no_truncate"), "api_key": key, "page": page}
+    options = {
+        "port": int(port),
+        **options,
+        "truncate": not given.get("no_truncate"),
+        "page": page,
+        "api_key": None if page else key,
+    }
     return ServeOptions(**{**options, "allow_origin": tuple(options.get("allow_origin", ()))})
 
 

@@ -145,7 +145,7 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
         openapi_url=None,
     )
     made.state.service = service
-    for path, method, handler, schema in _routes(service):
+    for path, method, handler, schema in routes(page=service.options.page):
         extra = {} if schema is None else {"requestBody": {"required": True, "content": schema}}
         made.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_class=Response)
     made.add_exception_handler(HTTPException, _unknown)
@@ -167,16 +167,21 @@ def service_of(model: str | Path, options: ServeOptions, **load_options: Any) ->
         made = load(model, **load_options)
         if plugins.load("tasks", made.spec.task).generates:
             made.close()
-            raise UsageError(
-                f"{model}: {made.spec.task} writes texts, which serve does not. Use `transformers serve` or vLLM with "
-                "the model folder; predict writes the answers to a table."
-            )
+            raise writes_text(model, made.spec.task)
         return made
 
     return Service(os.fspath(model), loaded, options)
 
 
-def _routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
+def writes_text(model: str | Path, task: str) -> UsageError:
+    """Return the error for a model that writes texts."""
+    return UsageError(
+        f"{model}: {task} writes texts, which serve does not. Use `transformers serve` or vLLM with the model folder; "
+        "predict writes the answers to a table."
+    )
+
+
+def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
     """Return path, method, handler and schema of the body of each route."""
     predict, health = os.environ.get("AIP_PREDICT_ROUTE"), os.environ.get("AIP_HEALTH_ROUTE")
     found = [
@@ -189,7 +194,7 @@ def _routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
         ("/metrics", "GET", _metrics, None),
         ("/openapi.json", "GET", _openapi, None),
     ]
-    if service.options.page:
+    if page:
         found.append(("/", "GET", _page, None))
     if predict and predict not in [path for path, method, *_ in found if method == "POST"]:
         found.append((predict, "POST", rows.invocations, rows.SCHEMA))

@@ -14,9 +14,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,15 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from torchlake import plugins
+from torchlake.engines import make_engine
+from torchlake.engines.local import Local
 from torchlake.errors import PortTaken, UsageError
+from torchlake.models import folders
+from torchlake.models.load import load_spec
 from torchlake.processes.hardware import cores
-from torchlake.serving.asgi import Service, app
+from torchlake.processes.interrupts import until_signal
+from torchlake.serving.asgi import Service, app, writes_text
 from torchlake.serving.options import ServeOptions
 
 log = logging.getLogger(__name__)
@@ -168,8 +176,6 @@ class ServerProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         """Handle signals in the block, and restore the handlers before; nothing is raised again after it."""
-        import threading
-
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -233,15 +239,18 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
     UsageError for a model that writes text, and the errors of `load`.
     """
     options = options or ServeOptions()
-    if engine is not None and engine != "local" and getattr(engine, "name", None) != "local":
+    if engine is not None and engine != "local" and not isinstance(engine, Local):
         return _on_engine(engine, model, options, load_options)
     if options.host not in ("127.0.0.1", "::1", "localhost") and options.api_key is None:
         log.warning("%s: anyone who reaches this address can use the model; set TORCHLAKE_API_KEY", options.host)
     if options.processes > 1:
         return _serve_several(options)
     listener = listen(options.host, options.port, shared="TORCHLAKE_SERVE_SHARED" in os.environ)
-    application = app(model, options=options, **load_options)
-    return run(application, listener)
+    try:
+        application = app(model, options=options, **load_options)
+        return run(application, listener)
+    finally:
+        listener.close()
 
 
 def run(application: FastAPI, listener: socket.socket) -> int:
@@ -257,6 +266,28 @@ def run(application: FastAPI, listener: socket.socket) -> int:
         logging.shutdown()
         os._exit(server.status)  # a thread that computes would be waited for
     return server.status
+
+
+def try_out(model: str | Path, *, options: ServeOptions, read: Callable[[str], str] | None, **load_options: Any) -> int:
+    """Serve a page to try a model; `read` asks for each column of a row in the terminal, until it raises EOFError."""
+    if read is None:
+        return serve(model, options=options, **load_options)
+    listener = listen(options.host, options.port)
+    application = app(model, options=options, **load_options)
+    server = ServerProcess(application)
+    loaded = server.service.model
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    print(f"http://{options.host}:{listener.getsockname()[1]} has a page. Here, Ctrl-D ends.")
+    try:
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                (row,) = loaded([{name: read(f"{name}> ") for name in loaded.spec.input_columns}])
+                print("\n".join(f"  {name}: {value}" for name, value in row.items()))
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join()
+    return 0
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -361,11 +392,19 @@ def _allow_many_files() -> None:
 
 
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
-    from torchlake.engines import make_engine
-
+    """Deploy the app by an engine, and wait for a signal."""
     made = make_engine(engine, options.processes) if isinstance(engine, str) else engine
-    deploy = getattr(made, "serve", None)
-    if deploy is None:
-        raise UsageError(f"The engine {made.name!r} serves nothing: use the local engine or Ray (--engine ray).")
-    status: int = deploy(os.fspath(model), replace(options, processes=1), load_options)
-    return status
+    if not hasattr(made, "serve"):
+        raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
+    folder = folders.model_folder(model).absolute()  # replicas may run in another folder
+    if plugins.load("tasks", load_spec(folder).task).generates:
+        raise writes_text(folder, load_spec(folder).task)
+    # The proxies of Ray Serve accept connections; a replica answers what they send it.
+    build = partial(app, folder, options=replace(options, processes=1), **load_options)
+    address = (options.host, options.port)
+    end = made.serve(build, name="torchlake", address=address, most=options.max_requests, drain_s=options.drain_timeout)
+    log.info("%s is served by Ray on http://%s:%d", model, *address)
+    try:
+        return until_signal()
+    finally:
+        end()

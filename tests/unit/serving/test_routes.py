@@ -13,10 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import ViTForImageClassification
 
 import tiny
 import torchlake as tl
 from serving_runs import Running, running
+from torchlake.models.write import quiet
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
 SECRET = "unrepeatable"
@@ -229,7 +231,7 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
         if form == "base64":
             values = [np.frombuffer(base64.b64decode(value), "<f4") for value in values]
         assert np.allclose(np.array(values, dtype=np.float32), expected, atol=1e-6)
-        assert answer["usage"] == {"prompt_tokens": 9, "total_tokens": 9}
+        assert answer["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
 
 
 @pytest.mark.parametrize(
@@ -282,14 +284,22 @@ def test_tokens_facts_headers_and_metrics(classes: Running) -> None:
     assert "requestBody" in paths["/predict"]["post"]
 
 
+def image_classifier(folder: Path) -> Path:
+    """A classifier of images with a head that was never trained."""
+    tiny.build_vision(folder)
+    with quiet():
+        ViTForImageClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
+    return folder
+
+
 def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
-    folder = tiny.build_vision(tmp_path / "vision")
+    folder = image_classifier(tmp_path / "vision")
     image = tiny.digits(2)
     content = image["image"][0].as_py()
     content = content["bytes"] if isinstance(content, dict) else content
     (tmp_path / "photo.png").write_bytes(content)
-    with running(folder, load={"task": "image_classification"}) as server:
-        expected = predicted(server, {"image": [content]}, task="image_classification")
+    with running(folder) as server:
+        expected = predicted(server, {"image": [content]})
         rows = [
             base64.b64encode(content).decode(),
             str(tmp_path / "photo.png"),
