@@ -133,7 +133,8 @@ VARIABLES = {
 ROUTES = """\
 What `torchlake serve` answers. Errors have the form of the route's protocol: `{"error", "error_type"}` as in Text
 Embeddings Inference, `{"error": {"message", "type", "param", "code"}}` on `/v1/`, and `{"error_code", "message"}` on
-`/invocations`. A field that is not listed is refused by name. How to use them: [serve a model](../how-to/serving.md)."""
+`/invocations`. A field that is not listed is refused by name.
+How to use them: [serve a model](../how-to/serving.md)."""
 
 PYTHON = """\
 ```python

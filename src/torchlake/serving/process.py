@@ -205,10 +205,7 @@ class ServerProcess(uvicorn.Server):
 
         while passed() < options.drain_delay and connections and not self.force_exit:
             await asyncio.sleep(TICK_S)
-        for server in self.servers:
-            server.close()
-        for one in sockets or []:
-            one.close()
+        await self._close_listeners(sockets or [])
         while connections and passed() < options.drain_timeout and not self.force_exit:
             if passed() > options.drain_delay + IDLE_S or self.service.hung is not None:
                 for connection in list(connections):
@@ -226,6 +223,22 @@ class ServerProcess(uvicorn.Server):
             await asyncio.wait(left, timeout=1)
         for connection in list(connections):
             connection.transport.close()
+
+    async def _close_listeners(self, sockets: list[socket.socket]) -> None:
+        """Close the sockets, but first accept who waits there: the system would reset these connections."""
+        waiting: list[socket.socket] = []
+        for one in sockets:
+            with contextlib.suppress(OSError):  # BlockingIOError: nobody waits
+                while True:
+                    waiting.append(one.accept()[0])
+        for server in self.servers:
+            server.close()
+        for one in sockets:
+            one.close()
+        loop, kind, state = asyncio.get_running_loop(), connection_class(self.service), self.lifespan.state
+        for each in waiting:
+            each.setblocking(False)
+            await loop.connect_accepted_socket(lambda: kind(self.config, self.server_state, state), each)
 
 
 def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None = None, **load_options: Any) -> int:
