@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,3 +60,18 @@ def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) 
         server.handle_exit(signal.SIGTERM, None)
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+def until(condition: Any) -> None:
+    """Wait for something that another thread does."""
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -363,12 +363,15 @@ def _reader_of(reader: RowReader, view: View) -> RowReader:
     """Return a reader with the same tokenizer that reads in another way."""
     made = copy.copy(reader)
     made.spec = _spec_of(reader.spec, view)
-    if view.prompt is not None or view.truncation_side is not None:
-        made.processor = copy.copy(reader.processor)
-        if view.truncation_side is not None:
-            made.processor.truncation_side = view.truncation_side
+    side, processor = view.truncation_side, reader.processor
+    if side is not None and is_dataclass(processor) and not isinstance(processor, type):
+        made.processor = replace(processor, truncation_side=side)
+    elif side is not None or view.prompt is not None:
+        made.processor = copy.copy(processor)
+        if side is not None:
+            made.processor.truncation_side = side
         if view.prompt is not None:
-            made.processor.how = replace(made.processor.how, prompt=view.prompt)
+            made.processor.how = replace(processor.how, prompt=view.prompt)
     return made
 
 

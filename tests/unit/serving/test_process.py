@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import tiny
-from serving_runs import Running, running
+from serving_runs import Running, free_port, running, until
 from torchlake.errors import PortTaken, UsageError
 from torchlake.serving.options import ServeOptions
 from torchlake.serving.process import listen
@@ -147,14 +147,6 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         batcher._compute = compute
 
 
-def until(condition: Any) -> None:
-    """Wait for something that another thread does."""
-    ends = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.002)
-
-
 def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path) -> None:
     permit = threading.Event()
     with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server:
@@ -276,13 +268,6 @@ def started(model: Path, *options: str, port: int, **environment: str) -> "subpr
             assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port: int = made.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow
