@@ -88,6 +88,7 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
             "pyarrow==25.0.1",
         ),
     ),
+    "litserve": ((*SHARED, "litserve==0.2.19", "sentence-transformers==6.2.0", "transformers==5.23.0", "setuptools"),),
     "deepspeed": (
         (*SHARED, "transformers==5.23.0", "huggingface-hub==2.4.0", "setuptools", "wheel", "ninja"),
         ("--no-build-isolation", "deepspeed==0.19.8"),

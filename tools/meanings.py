@@ -106,6 +106,11 @@ VARIABLES = {
     "AWS_ENDPOINT_URL_S3": "The same, before it.",
     "PYSPARK_GATEWAY_PORT": "Set by `spark-submit`: the session takes its master from there.",
     "TERM": "`dumb` or `unknown`: progress as lines, not as a bar.",
+    "TORCHLAKE_API_KEY": "The token that requests to `torchlake serve` have to bring.",
+    "AIP_HTTP_PORT": "The port of `torchlake serve`, set by Vertex AI.",
+    "AIP_HEALTH_ROUTE": "A further route for `/health`.",
+    "AIP_PREDICT_ROUTE": "A further route for `/invocations`.",
+    "PROMETHEUS_MULTIPROC_DIR": "Where several processes of a server keep their metrics; set by `--processes`.",
     "RANK": _RANK,
     "WORLD_SIZE": _RANK,
     "LOCAL_RANK": _RANK,
@@ -120,9 +125,16 @@ VARIABLES = {
     "TORCHLAKE_TEST_CPU": "Limits torchlake to the features of a class of CPUs, for tests: `avx2`, `avx2_vnni`, "
     "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It never adds a feature.",
     "TORCHLAKE_LANE": _INTERNAL,
+    "TORCHLAKE_SERVE_SHARED": _INTERNAL,
     "TORCHLAKE_LOG": _INTERNAL,
     "TORCHLAKE_MASTER_FD": _INTERNAL,
 }
+
+ROUTES = """\
+What `torchlake serve` answers. Errors have the form of the route's protocol: `{"error", "error_type"}` as in Text
+Embeddings Inference, `{"error": {"message", "type", "param", "code"}}` on `/v1/`, and `{"error_code", "message"}` on
+`/invocations`. A field that is not listed is refused by name.
+How to use them: [serve a model](../how-to/serving.md)."""
 
 PYTHON = """\
 ```python

@@ -29,6 +29,7 @@ from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
+from torchlake.serving.options import ServeOptions
 from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -319,6 +320,48 @@ def variables_read() -> Iterator[str]:
         yield from re.findall(r'"(TORCHLAKE_\w+)"', text)
 
 
+# the routes of a server
+
+
+def routes_page() -> Iterator[str]:
+    """The routes of `torchlake serve`, with the fields of their bodies."""
+    from torchlake.serving import asgi
+
+    yield from ("# Routes of a server", "", meanings.ROUTES, "")
+    found = asgi.routes(page=True)
+    about = [(f"`{method} {path}`", _first(handler.__doc__)) for path, method, handler, _ in found]
+    yield from table(("route", "answer"), about)
+    yield from ("", "Fields of the JSON bodies; those without a default are required:", "")
+    rows = []
+    for path, _, _, content in found:
+        fields = {} if content is None else content["application/json"]["schema"].get("properties", {})
+        required = set() if content is None else set(content["application/json"]["schema"].get("required", ()))
+        for name, field in fields.items():
+            default = "" if name in required or "default" not in field else f"`{json.dumps(field['default'])}`"
+            rows.append((f"`{path}`", f"`{name}`", _body_kind(field), default))
+    yield from table(("route", "field", "values", "default"), rows)
+    yield from ("", "## Options of Python", "", "`tl.serving.ServeOptions`, for `tl.serve` and `tl.serving.app`:", "")
+    meaning = _attribute_docstrings(ServeOptions)
+    options = [
+        (f"`{one.name}`", f"`{_type(get_type_hints(ServeOptions)[one.name])}`", f"`{one.default!r}`", meaning[one.name])
+        for one in dataclasses.fields(ServeOptions)
+    ]
+    yield from table(("option", "type", "default", "meaning"), options)
+
+
+def _first(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def _body_kind(field: Mapping[str, Any]) -> str:
+    """The values of a field of a JSON body."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_body_kind(one) for one in field["anyOf"]))
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{json.dumps(one)}`" for one in field.get("enum", [field.get("const")]))
+    return {"array": "list", "object": "object", "null": "null"}.get(field.get("type", "any"), field.get("type", "any"))
+
+
 # the Python API
 
 
@@ -518,6 +561,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "encoders.md": encoders_page,
     "models.md": models_page,
     "environment.md": environment_page,
+    "routes.md": routes_page,
     "python.md": python_page,
     "python-models.md": python_models_page,
     "python-tools.md": python_tools_page,

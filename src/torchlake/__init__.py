@@ -11,7 +11,7 @@ Names are imported on first use, so `import torchlake` alone does not load torch
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchlake import errors
+    from torchlake import errors, serving
     from torchlake.config.job import Job
     from torchlake.engines import Engine
     from torchlake.engines.local import Local
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
     from torchlake.scoring.rank import rank
+    from torchlake.serving.process import serve
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
     from torchlake.training.folds import Folds
@@ -83,6 +84,8 @@ __all__ = [
     "rank",
     "ray_stages",
     "report",
+    "serve",
+    "serving",
     "spark_udf",
     "train",
     "tune",
@@ -125,6 +128,7 @@ _MODULES = {
     "rank": "scoring.rank",
     "ray_stages": "scoring.frames",
     "report": "reporting.report",
+    "serve": "serving.process",
     "spark_udf": "scoring.frames",
     "train": "training.train",
     "tune": "tuning.tune",
@@ -140,8 +144,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("torchlake")
-    elif name == "errors":
-        value = import_module("torchlake.errors")
+    elif name in ("errors", "serving"):
+        value = import_module(f"torchlake.{name}")
     elif _MODULES.get(name, "").startswith("engines."):
         from torchlake import plugins
 

@@ -2,6 +2,7 @@
 
     TorchlakeError                 70  a fault in torchlake, or an unexpected one
     ├── UsageError                 64  the command or its arguments are wrong
+    │   ├── PortTaken               2  another server listens on the port
     │   └── TaskError              64  the code of a task breaks the protocol of tasks
     ├── DataError                  65  a table, job file, model folder or checkpoint cannot be used as it is
     │   ├── ConfigError            65  the job file (or a --set) is wrong
@@ -46,6 +47,12 @@ class TorchlakeError(ValueError):
 
 class UsageError(TorchlakeError):
     exit_code = 64
+
+
+class PortTaken(UsageError):
+    """Another server listens on the port."""
+
+    exit_code = 2
 
 
 class TaskError(UsageError):

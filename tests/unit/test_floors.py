@@ -12,10 +12,10 @@ import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
-    5: "__init__ __main__ cli",
+    5: "__init__ __main__ cli serving",
     4: "evaluation exporting jobs launching optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
-    2: "checkpoints data labels metrics models runs",
+    2: "checkpoints data labels metrics models runs serving.batching",
     1: "config distributed loss optim outputs processes storage "
     "tables tables.formats tables.selection tables.sources tables.verification",
     0: "amounts atomic_io display errors failpoints logs plugins progress redaction",
@@ -24,7 +24,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 # Which rooms may import a neighbor on their own floor. Plug-ins have none: they meet on floor 4 as arguments.
 NEIGHBORS = {
     "__main__": {"cli"},
-    "cli": {"__init__"},
+    "cli": {"__init__", "serving"},
     "evaluation": {"preparation", "scoring"},
     "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},

@@ -47,6 +47,8 @@ PUBLIC = {
     "rank",
     "ray_stages",
     "report",
+    "serve",
+    "serving",
     "spark_udf",
     "train",
     "tune",

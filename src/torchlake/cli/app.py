@@ -70,7 +70,7 @@ def _command(
         options = o.parameters(f"{names} json quiet verbose", own)
         command.__signature__ = signature.replace(parameters=[*arguments.values(), *options])  # type: ignore[attr-defined]
         text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
-        app.command(declared.__name__, cls=Command, help=text, **about)(command)
+        app.command(declared.__name__.rstrip("_"), cls=Command, help=text, **about)(command)
 
     return register
 
@@ -216,6 +216,27 @@ def launch(
         gpus_per_process=given["gpus_per_process"] or 0,
         as_json=given.as_json,
     )
+
+
+SERVING = (
+    "host port processes name max_body max_rows max_requests max_queued_tokens queue_timeout row_timeout read_timeout "
+    "drain_delay drain_timeout no_truncate reload api_key_file open_metrics allow_origin"
+)
+LOADING = "text_pair task task_options runtime all_probabilities null max_length batch_tokens"
+
+
+@_command("serve runs/reviews/model --port 8080", f"{SERVING} {LOADING} engine set", o.ServeFlags)
+def serve(model: ModelFolder, given: Given) -> Work:
+    """Answer HTTP requests with a model. Rows as MLflow, texts as Text Embeddings Inference and OpenAI take them."""
+    return lambda: commands.serve(
+        model, given.some(SERVING), given.some(LOADING), given.engine_name, given["set"] or ()
+    )
+
+
+@_command("try runs/reviews/model", f"host port {LOADING}", o.ServeFlags)
+def try_(model: ModelFolder, given: Given) -> Work:
+    """Try a model: a page in the browser, or a prompt in a terminal."""
+    return lambda: commands.try_model(model, given.some("host port"), given.some(LOADING))
 
 
 @_command("verify scored/", ENGINE)

@@ -6,6 +6,7 @@ Libraries that are slow to load are imported inside the functions.
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -22,7 +23,7 @@ from torchlake.cli.display import (
     metric_values,
     plain,
 )
-from torchlake.cli.engine import engine_of_job
+from torchlake.cli.engine import engine_of_job, make_engine
 from torchlake.cli.lines import STDIN, lines_as_table, predict_lines
 from torchlake.display import grid, wrapped
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
@@ -315,6 +316,59 @@ def launch(
         stdout_to_stderr=as_json,
     )
     return Outcome(values={"value": value, "processes": processes}, lines=[] if value is None else [str(value)])
+
+
+def serve(
+    model: str, server: Mapping[str, Any], loading: Mapping[str, Any], engine: str | None, settings: Sequence[str]
+) -> Outcome:
+    """Answer requests with a model until a signal."""
+    serving = _serving()
+    made = None if engine is None else make_engine(engine, server.get("processes"), settings, as_json=False)
+    status = serving.serve(model, engine=made, options=_serve_options(server), **loading)
+    return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
+
+
+def try_model(model: str, server: Mapping[str, Any], loading: Mapping[str, Any]) -> Outcome:
+    """Serve a page to try a model; in a terminal, answer lines, too."""
+    _serving()
+    from torchlake.serving.process import try_out
+
+    options = _serve_options({"port": 0, **server}, page=True)
+    status = try_out(model, options=options, read=input if sys.stdin.isatty() else None, **loading)
+    return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
+
+
+def _serving() -> Any:
+    """Return the module `torchlake.serving`. Raises MissingExtra without a server's libraries."""
+    from importlib.util import find_spec
+
+    from torchlake import serving
+
+    missing = [
+        name for name in ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client") if not find_spec(name)
+    ]
+    if missing:
+        raise MissingExtra(f"serve needs {', '.join(missing)}: {pip_install('torchlake[serve]')}")
+    return serving
+
+
+def _serve_options(given: Mapping[str, Any], *, page: bool = False) -> Any:
+    """Return the options of a server: those given, and the environment's."""
+    from torchlake.serving import ServeOptions
+
+    options = {name: value for name, value in given.items() if name not in ("no_truncate", "api_key_file")}
+    file, port = given.get("api_key_file"), os.environ.get("AIP_HTTP_PORT", "8080")
+    key = os.environ.get("TORCHLAKE_API_KEY") if file is None else Path(file).read_text(encoding="utf-8").strip()
+    if not port.isdigit():
+        raise UsageError(f"AIP_HTTP_PORT: expected a port, got {port!r}")
+    options = {
+        "port": int(port),
+        **options,
+        "truncate": not given.get("no_truncate"),
+        "page": page,
+        "api_key": None if page else key,
+    }
+    return ServeOptions(**{**options, "allow_origin": tuple(options.get("allow_origin", ()))})
 
 
 def verify(output: str, engine: "Engine | None") -> Outcome:

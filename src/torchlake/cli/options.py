@@ -38,6 +38,7 @@ _output = partial(Option, "Output")
 _text = partial(Option, "Text generation")
 _selection = partial(Option, "Selection")
 _demo = partial(Option, "Demo")
+_serving = partial(Option, "Serving")
 RUNTIMES = ", ".join(plugins.names("runtimes"))
 OF_COMMANDS = {"input", "engine", "processes", "set", "profile", "json", "quiet", "verbose"}
 "Options that are not arguments of the Python functions."
@@ -193,6 +194,40 @@ class ExportFlags:
     ]
 
 
+class ServeFlags:
+    """Options of `serve` and `try`."""
+
+    host: Annotated[str, _serving("ADDRESS", "Address to listen on (default: 127.0.0.1).")]
+    port: Annotated[int, _serving("N", "Port; 0: any free one (default: AIP_HTTP_PORT, or 8080).", min=0, max=65535)]
+    processes: Annotated[int, _serving("N", "Processes on this port, each with the model (default: 1).", min=1)]
+    name: Annotated[str, _serving("NAME", "Name of the model (default: that of its folder or run).")]
+    max_body: Annotated[str, _serving("SIZE", "Largest body of a request (default: 2MiB).")]
+    max_rows: Annotated[int, _serving("N", "Rows or texts of a request (default: 1024).", min=1)]
+    max_requests: Annotated[int, _serving("N", "Requests in flight; more get 429 (default: 512).", min=1)]
+    max_queued_tokens: Annotated[
+        int, _serving("N", "Tokens in the queue from which on requests get 429 (default: 131072).", min=1)
+    ]
+    queue_timeout: Annotated[
+        float, _serving("SECONDS", "Time in the queue after which a request gets 503 (default: 30).")
+    ]
+    row_timeout: Annotated[
+        float, _serving("SECONDS", "Time of a batch after which the process ends with 70 (default: 600).")
+    ]
+    read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive (default: 10).")]
+    drain_delay: Annotated[float, _serving("SECONDS", "After SIGTERM, accept connections this long (default: 0).")]
+    drain_timeout: Annotated[float, _serving("SECONDS", "After SIGTERM, answer requests this long (default: 25).")]
+    no_truncate: Annotated[bool, _serving(None, "Refuse texts that are too long, instead of truncating them.")]
+    reload: Annotated[bool, _serving(None, "Take a new model in the folder or behind the link; kill -HUP: once.")]
+    api_key_file: Annotated[
+        str, _serving("FILE", "File with the token that requests have to bring (default: TORCHLAKE_API_KEY).")
+    ]
+    open_metrics: Annotated[bool, _serving(None, "/metrics needs no token.")]
+    allow_origin: Annotated[
+        Sequence[str], _serving("ORIGIN", "Origin of web pages whose scripts may call the server; repeatable.")
+    ]
+    text_pair: Annotated[str, _input("COLUMN", "Column of the second text, of a cross-encoder of others.")]
+
+
 class DemoFlags:
     """Options of `demo`."""
 
@@ -266,6 +301,12 @@ class Given:
     def engine(self) -> "Engine | None":
         """The engine of --engine, --processes and --set; None: the default of the Python function."""
         return make_engine(self["engine"], self["processes"], self["set"], as_json=self.as_json)
+
+    @property
+    def engine_name(self) -> str | None:
+        """The name of the engine; None if it was not given."""
+        name: str | None = self["engine"]
+        return name
 
     @property
     def settings(self) -> list[str]:

@@ -72,7 +72,8 @@ class Ray(Engine):
     `cpus_per_process`, also its number of threads (None: what the job needs or, for a given number of processes, an
     equal part of the cluster); `memory` in bytes; and custom `resources`. `placement_strategy` is DEFAULT or SPREAD for
     chunks, and PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for ranks. `launcher` starts the ranks: a placement group, or
-    Ray Train's TorchTrainer with fewer features (`_ray_train.UNSUPPORTED`). `stdout_to_stderr` redirects what ranks
+    Ray Train's TorchTrainer with fewer features (`_ray_train.UNSUPPORTED`). `autoscaling` are settings of Ray Serve for
+    the replicas of `serve`, such as `{"max_replicas": 4}`. `stdout_to_stderr` redirects what ranks
     print to this process's stderr.
     """
 
@@ -87,6 +88,7 @@ class Ray(Engine):
         resources: dict[str, float] | None = None,
         placement_strategy: str | None = None,
         launcher: Literal["placement_group", "torch_trainer"] = "placement_group",
+        autoscaling: dict[str, Any] | None = None,
         stdout_to_stderr: bool = False,
     ) -> None:
         self.address = address
@@ -95,6 +97,7 @@ class Ray(Engine):
         self.memory, self.resources = memory, resources or {}
         self.placement_strategy = _one_of(placement_strategy, {*CHUNK_STRATEGIES, *LAUNCH_STRATEGIES})
         self.launcher = _one_of(launcher, LAUNCHERS)
+        self.autoscaling = autoscaling or {}
         self.stdout_to_stderr = stdout_to_stderr
         self._placing = False  # whether ranks are waiting for placement
 
@@ -240,6 +243,28 @@ class Ray(Engine):
             ) from error
         if not os.path.isdir(folder) or not any(name.endswith(".parquet") for name in os.listdir(folder)):
             raise TableError("the Dataset has no rows.")
+
+    def serve(self, build: Callable[[], Any], *, name: str, address: tuple[str, int], most: int, drain_s: float) -> Any:
+        """Run the ASGI app that `build` returns on `processes` replicas (default: 1); return a function that ends them.
+
+        See `_ray_serve.deploy`.
+        """
+        from torchlake.engines._ray_serve import deploy
+
+        self.join()
+        number = self.processes or 1
+        return deploy(
+            build,
+            name=name,
+            share=self._even(self._share(self._gpus(None)), number)
+            if not self.autoscaling
+            else self._share(self._gpus(None)),
+            replicas=number,
+            autoscaling=self.autoscaling,
+            address=address,
+            most=most,
+            drain_s=drain_s,
+        )
 
     def join(self) -> bool:
         """Join the cluster or start one; return whether this process started it."""

@@ -45,3 +45,16 @@ def _answered() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is handle:  # else a library has replaced it
             signal.signal(signal.SIGINT, before)
+
+
+def until_signal() -> int:
+    """Wait for SIGTERM or SIGINT; return 0."""
+    stop = threading.Event()
+    before = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while not stop.wait(0.5):
+            pass
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return 0

@@ -1,28 +1,38 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
 
+Callers in threads and coroutines share batches (`serving/batching.py`): each tokenizes its own rows, and one thread
+computes those of all.
+
 A new process imports torch and torchlake again, which takes a second; for a few rows that is most of the time. The
 price of scoring here is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a
 file in the staging folder while it runs; if the next run finds it, the process died, and child processes score the
 table.
 """
 
+import asyncio
+import copy
 import logging
 import math
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
+import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.options import GenerationArguments
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.data.features import Features
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
@@ -32,9 +42,10 @@ from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import PROMPTS, check_options, checked_input, scoring_settings, with_export
-from torchlake.scoring.rows import Runtime, ScoringSettings
+from torchlake.scoring.rows import ReadyRows, RowReader, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, folded, make_chunk_worker
+from torchlake.scoring.worker import ScoredChunk, folded, joined, make_chunk_worker
+from torchlake.serving.batching import CLOSED, Batcher, Call, Part
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
@@ -56,20 +67,62 @@ Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 Answer = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class View:
+    """What one call reads or gets in another way than the model was loaded for."""
+
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    all_probabilities: bool | None = None
+    raw: bool = False
+    "Whether answers are the model's outputs, not probabilities."
+    prompt: str | None = None
+    "The prompt of an embedding model in place of its default."
+    truncation_side: str | None = None
+    truncate: bool = True
+    "Whether longer rows are truncated; if not, they are errors."
+
+    @property
+    def kind(self) -> str:
+        """What calls have in common that share batches."""
+        return repr((sorted(self.task_options.items()), self.all_probabilities, self.raw))
+
+
+AS_LOADED = View()
+NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to a call: the columns of `predict`, and what it cost."""
+
+    table: pa.Table
+    tokens: int
+    reading_s: float
+    queued_s: float
+    computed_s: float
+
+
 @shown
 class Model:
-    """A loaded model: a function from texts to answers. Threads may share it; they take turns.
+    """A loaded model: a function from texts to answers. Threads and coroutines share it and its batches.
 
     An answer has the names and values of the columns that `predict` writes: for classification `label`, `score`,
     `truncated` and `error`; for text generation `generated_text` and others.
     """
 
     def __init__(self, settings: ScoringSettings) -> None:
-        self._scorer: Scorer | None = Scorer(settings=settings)
-        self._lock = threading.Lock()
+        scorer = Scorer(settings=settings)
+        self._scorer: Scorer | None = scorer
+        self._reading = threading.Lock()
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="torchlake reading")
         self._settings = settings
-        self.spec: TaskSpec = self._scorer.spec
-        self.runtime: str = self._scorer.runtime
+        self.spec: TaskSpec = scorer.spec
+        self.runtime: str = scorer.runtime
+        self.sha: str = settings.model_hash
+        self.folder: str = settings.model
+        self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens)
+        # Neither the batcher nor its thread has a reference to this object, so a model that is dropped is freed.
+        weakref.finalize(self, self.batcher.close, wait=False)
 
     @overload
     def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
@@ -85,20 +138,135 @@ class Model:
         """
         if isinstance(texts, str):
             return self([texts])[0]
-        table, unreadable = (to_arrow(texts), {}) if is_frame(texts) else self._to_table(_rows(texts))
-        checked_input(self._settings, self.spec, table.schema, "the frame" if is_frame(texts) else "the rows")
-        table = table.select(list(self.spec.input_columns))
-        with self._lock:
-            if self._scorer is None:
-                raise UsageError("The model is closed. Load it again.")
-            scored = self._scorer.score(self._scorer.read(table, unreadable))
+        scored = self.score(*self.to_table(texts)).table
         answers: list[Answer] = folded(scored, self._settings).to_pylist()
         return answers
 
+    @overload
+    async def acall(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]
+    @overload
+    async def acall(self, texts: Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> list[Answer]: ...
+    async def acall(self, texts: str | Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> Answer | list[Answer]:
+        """Return what a call returns, without blocking the event loop; a call that is cancelled is not computed."""
+        if isinstance(texts, str):
+            return (await self.acall([texts]))[0]
+        scored = (await self.ascore(*self.to_table(texts))).table
+        answers: list[Answer] = folded(scored, self._settings).to_pylist()
+        return answers
+
+    def embed(self, texts: Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> np.ndarray:
+        """Return the vectors of texts, (N, D) float32; those of rows with an error are NaN.
+
+        Raises UsageError for a model of another task, and the errors of a call.
+        """
+        task = plugins.load("tasks", self.spec.task)
+        if "embedding" not in task.output_schema(self.spec).names or self._settings.embedding != "float32":
+            raise UsageError(f"embed: the model's task is {self.spec.task}; its answers are those of a call.")
+        vectors: np.ndarray = task.read_answers(self.score(*self.to_table(texts)).table, self.spec)
+        return vectors
+
     def close(self) -> None:
         """Free the model's memory. Calls in other threads finish first."""
-        with self._lock:
-            self._scorer = None
+        self.batcher.close()
+        self._scorer = None
+
+    def to_table(self, texts: Any) -> tuple[pa.Table, dict[int, str]]:
+        """Return the rows of a call as a table of the model's columns, and errors of invalid ones.
+
+        Raises UsageError and TableError.
+        """
+        table, unreadable = (to_arrow(texts), {}) if is_frame(texts) else self._to_table(_rows(texts))
+        checked_input(self._settings, self.spec, table.schema, "the frame" if is_frame(texts) else "the rows")
+        return table.select(list(self.spec.input_columns)), unreadable
+
+    def score(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> Answered:
+        """Score the rows of a table, which has the model's columns, together with those of other callers."""
+        call, seconds = self.read(table, unreadable, view)
+        self.batcher.submit(call)
+        try:
+            return _answered(call, call.future.result(), seconds)
+        finally:
+            call.future.cancel()  # for a caller that was interrupted
+
+    async def ascore(
+        self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED, *, patience: float | None = None
+    ) -> Answered:
+        """Score like `score`, without blocking the event loop.
+
+        Raises TimeoutError if no row has been computed after `patience` seconds in the queue, and RowTimeout for a
+        batch that was given up.
+        """
+        loop = asyncio.get_running_loop()
+        call, seconds = await loop.run_in_executor(self._readers, self.read, table, unreadable, view)
+        self.batcher.submit(call)
+        late = None
+        if patience is not None:
+            message = f"no answer began within {patience:g} seconds"
+            late = loop.call_later(patience, lambda: call.waits and call.end(TimeoutError(message)))
+        try:
+            return _answered(call, await asyncio.wrap_future(call.future), seconds)
+        finally:
+            if late is not None:
+                late.cancel()
+
+    def read(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> tuple[Call, float]:
+        """Tokenize the rows of a table; return a call for the batcher, and the seconds that it took."""
+        scorer = self._scorer
+        if scorer is None:
+            raise UsageError(CLOSED)
+        began = time.perf_counter()
+        reader = scorer.reader if view is AS_LOADED else _reader_of(scorer.reader, view)
+        with self._reading:  # a tokenizer has settings that one call at a time changes
+            work = reader.read(table, unreadable)
+        if not view.truncate:
+            for at in np.flatnonzero(work.features.cut).tolist():
+                more = f"{work.features.cut[at]:,} tokens more than the {self.spec.max_length:,} that the model reads"
+                work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
+        seconds = time.perf_counter() - began
+        costs = np.zeros(work.count, dtype=np.int64)
+        if self._settings.generation is not None:  # its rows are computed in the order and company of `predict`
+            return Call((work, view), costs, kind=object()), seconds
+        costs[work.rows] = work.features.lengths
+        costs[[row for row in work.errors if row < work.count]] = 0
+        return Call((work, view), costs, kind=view.kind), seconds
+
+    def tokens(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
+        """Return the tokens of each text: `id`, `text`, `special`, and `start` and `stop` in characters."""
+        if self._scorer is None or not hasattr(self._scorer.processor, "backend_tokenizer"):
+            raise UsageError("The model has no tokenizer of texts.")
+        backend = self._scorer.processor.backend_tokenizer
+        with self._reading:
+            backend.no_truncation()
+            backend.no_padding()
+            encodings = backend.encode_batch(texts, add_special_tokens=special)
+        return [
+            [
+                {"id": number, "text": name, "special": True, "start": None, "stop": None}
+                if mark
+                else {"id": number, "text": text[start:stop], "special": False, "start": start, "stop": stop}
+                for number, name, mark, (start, stop) in zip(
+                    each.ids, each.tokens, each.special_tokens_mask, each.offsets, strict=True
+                )
+            ]
+            for text, each in zip(texts, encodings, strict=True)
+        ]
+
+    def with_options(self, task_options: Mapping[str, Any]) -> TaskSpec:
+        """Return the task with other options. Raises UsageError for those that it does not have."""
+        return _spec_of(self.spec, View(task_options=task_options))
+
+    @property
+    def batch_tokens(self) -> int:
+        """The tokens of a batch."""
+        return 0 if self._scorer is None else self._scorer.batch_tokens
+
+    def failed(self, rows: int, reason: str, view: View = AS_LOADED) -> pa.Table:
+        """Return the answer of rows that all have the same error."""
+        scorer = self._scorer
+        if scorer is None:
+            raise UsageError(CLOSED)
+        nothing = ReadyRows(rows, np.zeros(0, dtype=np.int64), NO_FEATURES, dict.fromkeys(range(rows), reason))
+        return (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(nothing)
 
     def _shown(self) -> Shown:
         classes = f", {len(self.spec.labels):,} classes" if self.spec.labels else ""
@@ -155,6 +323,67 @@ class Model:
         self.close()
 
 
+def _compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
+    """Return the answers of the rows of each call, computed together."""
+    view: View = parts[0][0].work[1]
+    works = [_some(call.work[0], rows) for call, rows in parts]
+    table = (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(joined(works))
+    starts = np.cumsum([0, *(work.count for work in works)])
+    return [table.slice(start, work.count) for start, work in zip(starts, works, strict=False)]
+
+
+def _some(work: ReadyRows, rows: np.ndarray) -> ReadyRows:
+    """Return some of the rows (B,) of a call."""
+    if len(rows) == work.count:  # all, in their order
+        return work
+    place = np.full(work.count, -1, dtype=np.int64)
+    place[work.rows] = np.arange(len(work.rows))
+    found = place[rows]
+    errors = {at: work.errors[row] for at, row in enumerate(rows.tolist()) if row in work.errors}
+    return ReadyRows(len(rows), np.flatnonzero(found >= 0), work.features.take(found[found >= 0]), errors)
+
+
+def _answered(call: Call, pieces: list[tuple[np.ndarray, Any]], seconds: float) -> Answered:
+    """Return the pieces of a call's answer as one table, in the order of its rows."""
+    table = pieces[0][1]
+    if len(pieces) > 1:
+        order = np.argsort(np.concatenate([rows for rows, _ in pieces]))
+        table = pa.concat_tables([each for _, each in pieces]).take(pa.array(order))
+    return Answered(table, call.tokens, seconds, call.started - call.arrived, call.ended - call.started)
+
+
+def _scorer_of(scorer: Scorer, view: View) -> Scorer:
+    """Return a scorer with the same weights that answers in another way."""
+    made = copy.copy(scorer)
+    made.spec, made.raw = _spec_of(scorer.spec, view), view.raw
+    if view.all_probabilities is not None:
+        made.settings = replace(scorer.settings, all_probabilities=view.all_probabilities)
+    return made
+
+
+def _reader_of(reader: RowReader, view: View) -> RowReader:
+    """Return a reader with the same tokenizer that reads in another way."""
+    made = copy.copy(reader)
+    made.spec = _spec_of(reader.spec, view)
+    side, processor = view.truncation_side, reader.processor
+    if side is not None and is_dataclass(processor) and not isinstance(processor, type):
+        made.processor = replace(processor, truncation_side=side)
+    elif side is not None or view.prompt is not None:
+        made.processor = copy.copy(processor)
+        if side is not None:
+            made.processor.truncation_side = side
+        if view.prompt is not None:
+            made.processor.how = replace(processor.how, prompt=view.prompt)
+    return made
+
+
+def _spec_of(spec: TaskSpec, view: View) -> TaskSpec:
+    if not view.task_options:
+        return spec
+    task = plugins.load("tasks", spec.task)
+    return replace(spec, options=task.checked_options({**spec.options, **view.task_options}, UsageError))
+
+
 def load(
     model: str | Path,
     *,
@@ -175,9 +404,10 @@ def load(
         classify("great film")                  # {"label": "good", ...}
 
     The options are those of `predict`, and so are the answers. For a cross-encoder of others, `text_pair` names the
-    second text: `load(model, text_pair="passage")([{"text": "a query", "passage": "its answer"}])`. Threads may share
-    the model; `close()`, or a `with` block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this
-    process: score untrusted text with `predict`.
+    second text: `load(model, text_pair="passage")([{"text": "a query", "passage": "its answer"}])`. Threads share the
+    model and its batches, and `await classify.acall(texts)` does the same in an event loop; `close()`, or a `with`
+    block, frees its memory. Of an embedding model, `embed(texts)` returns a NumPy array (N, D). Text that crashes or
+    hangs a kernel crashes or hangs this process: score untrusted text with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}

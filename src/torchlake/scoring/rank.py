@@ -87,7 +87,7 @@ def rank(
             raise UsageError(f"{name}: not for rank, {instead}.")
     folder = folders.model_folder(model)
     spec = with_columns(known_spec(folder, options.get("task")), folder, text_pair=document)
-    score = _score_column(spec, relevant, str(model))
+    score = score_column(spec, relevant, str(model))
     spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": spec.text_pair}
     query = query or (spec.text if isinstance(spec.text, str) else None)
     if query is None:
@@ -113,7 +113,7 @@ def rank(
     return Scored(**outcome._asdict(), profile={**scored.profile, "rank": time.perf_counter() - began})
 
 
-def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
+def score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
     """Return the prediction column with the score. Raises UsageError."""
     if spec.text_pair is None:
         raise UsageError(

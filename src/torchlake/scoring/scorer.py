@@ -74,6 +74,8 @@ class Scorer:
     """One model in one process. `batch_tokens` shrinks when memory runs out, and stays small."""
 
     settings: ScoringSettings
+    raw: bool = False
+    "Whether answers are the model's outputs, not probabilities."
     reader: RowReader = field(init=False)
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
@@ -341,7 +343,8 @@ class Scorer:
         kept = kept[np.argsort(rows[kept])]
         scored = rows[kept]
         if len(scored):
-            answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
+            answers = joined_outputs([out for _, out in found])[kept]
+            answers = answers if self.raw else self.task.answers(answers, self.spec)
             if self.task.kept_back or self.task.generates:
                 places = np.searchsorted(work.rows, scored)
                 options = replace(

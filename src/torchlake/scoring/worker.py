@@ -282,7 +282,7 @@ def joined(works: Sequence[ReadyRows]) -> ReadyRows:
     return ReadyRows(
         int(starts[-1]),
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
-        joined_features([work.features for work in works]),
+        joined_features([work.features for work in works if len(work.rows)] or [works[0].features]),
         {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
         [one for work in works for one in work.options],
     )

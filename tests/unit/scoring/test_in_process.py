@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,15 +131,6 @@ def test_what_has_no_rows_of_texts_is_refused(tiny_model: Path, given: Any, word
     with pytest.raises((UsageError, TableError)) as raised:
         tl.load(tiny_model)(given)
     assert words in str(raised.value)
-
-
-def test_threads_share_a_model(tiny_model: Path) -> None:
-    classify = tl.load(tiny_model)
-    batches = [TEXTS[first : first + 7] for first in range(20)]
-    alone = [classify(batch) for batch in batches]
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(5):
-            assert list(threads.map(classify, batches)) == alone
 
 
 def test_a_loaded_model_reads_nothing_more_from_its_folder(tiny_bert: Path, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class RayOptions(BaseModel):
     """How Ray spreads processes over nodes: DEFAULT or SPREAD for scoring, PACK, SPREAD or STRICT_... for ranks."""
     launcher: Literal["placement_group", "torch_trainer"] = "placement_group"
     """What starts ranks: a placement group, or TorchTrainer of Ray Train."""
+    autoscaling: dict[str, Any] = {}
+    """Settings of Ray Serve for the replicas of `serve`, such as `max_replicas: 4`; empty: `processes` replicas."""
 
 
 class EngineConfig(BaseModel):

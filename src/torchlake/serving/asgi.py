@@ -1,0 +1,391 @@
+"""The ASGI app: routes, and in front of them what every request has to pass.
+
+    request id -> token -> room (429) -> body in time and size -> route -> answer or refusal -> headers, log, metrics
+
+A request whose client has gone is cancelled, and dropped from the queue. `host` and `x-forwarded-*` change nothing.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, Response
+
+import torchlake
+from torchlake import plugins
+from torchlake.errors import DataError, UsageError
+from torchlake.scoring.in_process import Model, load
+from torchlake.serving import openai, rows, tei
+from torchlake.serving.exchange import Exchange, Refused, as_refused, refusal, reply
+from torchlake.serving.metrics import ServerMetrics
+from torchlake.serving.options import ServeOptions
+from torchlake.tables.arrays import from_strings
+from torchlake.tasks import ANY
+
+log = logging.getLogger("torchlake.requests")
+
+REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+OPEN = ("/health", "/ping")
+HEADERS = {
+    "x-compute-tokens": "tokens",
+    "x-tokenization-time": "reading_s",
+    "x-queue-time": "queued_s",
+    "x-inference-time": "computed_s",
+}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(eq=False)
+class Service:
+    """A model that is served, and the state of its server."""
+
+    source: str
+    "The model folder, run or name, as it was given."
+    load: Callable[[], Model]
+    options: ServeOptions
+    model: Model = field(init=False)
+    sha: str = field(init=False)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    draining: bool = False
+    over: bool = False
+    "Whether the time to answer accepted requests is over."
+    tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
+    "The requests in flight."
+    watching: "asyncio.Task[None] | None" = None
+    hung: str | None = None
+    tasks_of_its_own: set["asyncio.Task[Any]"] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.take(self.load())
+
+    def take(self, model: Model) -> None:
+        """Answer the next requests with `model`, after a first row; those in flight keep theirs.
+
+        Raises DataError if the model cannot score a row.
+        """
+        kinds = plugins.load("tasks", model.spec.task).inputs
+        if ANY not in kinds.values():
+            row = {name: from_strings(["1"]) for name in model.spec.input_columns}
+            (error,) = model.score(pa.table(row), {}).table["error"].to_pylist()
+            if error is not None:
+                raise DataError(f"{self.source}: the model cannot score a row: {error}")
+        self.metrics.named(model.sha, getattr(self, "sha", None))
+        folder = Path(model.folder)
+        self.kind_of_model = tei.kind_of(folder, model.spec)
+        self.prompts = tei.prompts_of(folder) if model.spec.task == "feature_extraction" else {}
+        self.task_sha = hashlib.sha256(repr(model.spec).encode()).hexdigest()
+        self.model, self.sha = model, model.sha
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        path = Path(self.source).absolute()
+        return self.options.name or (path.parent.name if path.name == "model" and path.parent.name else path.name)
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which OpenAI's clients may ask for the model."""
+        return {self.name, self.source, Path(self.source).name}
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why /health is not 200."""
+        return self.hung or ("stopping" if self.draining else None)
+
+    def reload(self) -> None:
+        """Look for a new model once; called by a signal's handler."""
+        from torchlake.serving.reload import renew
+
+        self.tasks_of_its_own.add(task := asyncio.get_running_loop().create_task(renew(self)))
+        task.add_done_callback(self.tasks_of_its_own.discard)
+
+    async def watch(self) -> None:
+        """Give up batches that take too long; look for a new model."""
+        from torchlake.serving.reload import watch_model
+
+        looking = asyncio.create_task(watch_model(self)) if self.options.reload else None
+        try:
+            while self.hung is None:
+                await asyncio.sleep(min(1.0, self.options.row_timeout / 4))
+                if self.model.batcher.abandon(self.options.row_timeout):
+                    self.hung = f"a batch was computed for more than {self.options.row_timeout:g} seconds"
+        finally:
+            if looking is not None:
+                looking.cancel()
+
+
+def app(model: str | Path, *, options: ServeOptions | None = None, **load_options: Any) -> FastAPI:
+    """Return an ASGI app that answers with a model, to be mounted in another app or run by any ASGI server.
+
+        application = tl.serving.app("runs/reviews/model", options=tl.serving.ServeOptions(max_rows=64))
+
+    `load_options` are those of `load`. `serve` runs it in a server that also limits connections and headers, and stops
+    without losing a request. Raises UsageError for a model that writes text, and the errors of `load`.
+    """
+    service = service_of(model, options or ServeOptions(), **load_options)
+    made = FastAPI(
+        title=f"torchlake: {service.name}",
+        version=torchlake.__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    made.state.service = service
+    for path, method, handler, schema in routes(page=service.options.page):
+        extra = {} if schema is None else {"requestBody": {"required": True, "content": schema}}
+        made.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_class=Response)
+    made.add_exception_handler(HTTPException, _unknown)
+    made.add_middleware(Gate, service=service)
+    if service.options.allow_origin:
+        made.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.options.allow_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )
+    return made
+
+
+def service_of(model: str | Path, options: ServeOptions, **load_options: Any) -> Service:
+    """Return a loaded model with the state of its server. Raises UsageError for a model that writes text."""
+
+    def loaded() -> Model:
+        made = load(model, **load_options)
+        if plugins.load("tasks", made.spec.task).generates:
+            made.close()
+            raise writes_text(model, made.spec.task)
+        return made
+
+    return Service(os.fspath(model), loaded, options)
+
+
+def writes_text(model: str | Path, task: str) -> UsageError:
+    """Return the error for a model that writes texts."""
+    return UsageError(
+        f"{model}: {task} writes texts, which serve does not. Use `transformers serve` or vLLM with the model folder; "
+        "predict writes the answers to a table."
+    )
+
+
+def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
+    """Return path, method, handler and schema of the body of each route."""
+    predict, health = os.environ.get("AIP_PREDICT_ROUTE"), os.environ.get("AIP_HEALTH_ROUTE")
+    found = [
+        ("/invocations", "POST", rows.invocations, rows.SCHEMA),
+        *tei.routes(),
+        *openai.routes(),
+        ("/health", "GET", _health, None),
+        ("/ping", "GET", _health, None),
+        ("/version", "GET", _version, None),
+        ("/metrics", "GET", _metrics, None),
+        ("/openapi.json", "GET", _openapi, None),
+    ]
+    if page:
+        found.append(("/", "GET", _page, None))
+    if predict and predict not in [path for path, method, *_ in found if method == "POST"]:
+        found.append((predict, "POST", rows.invocations, rows.SCHEMA))
+    if health and health not in [path for path, method, *_ in found if method == "GET"]:
+        found.append((health, "GET", _health, None))
+    return found
+
+
+async def _health(request: Request) -> Response:
+    """Return 200 while the model answers, 503 while it stops or hangs."""
+    service: Service = request.app.state.service
+    if service.unhealthy is not None:
+        raise Refused(503, service.unhealthy)
+    return Response(b"\n", media_type="text/plain")
+
+
+async def _version(request: Request) -> Response:
+    """Return the version of torchlake."""
+    return Response(torchlake.__version__, media_type="text/plain")
+
+
+async def _metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' format."""
+    service: Service = request.app.state.service
+    service.metrics.queue.set(service.model.batcher.queued)
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(request: Request) -> Response:
+    """Return the description of these routes."""
+    return reply(request.app.openapi())
+
+
+async def _page(request: Request) -> Response:
+    """Return a page to try the model."""
+    return FileResponse(Path(__file__).with_name("page.html"), media_type="text/html; charset=utf-8")
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {404: "no such route", 405: "this route has another method"}
+    response = refusal(request.scope["path"], Refused(error.status_code, words.get(error.status_code, "refused")))
+    response.headers.update(error.headers or {})
+    return response
+
+
+class Gate:
+    """What every request passes before its route, and every answer after it."""
+
+    def __init__(self, app: Any, *, service: Service) -> None:
+        self.app, self.service = app, service
+        health = os.environ.get("AIP_HEALTH_ROUTE")
+        self.open = {*OPEN, *([health] if health else []), *(["/metrics"] if service.options.open_metrics else [])}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        service = self.service
+        if service.watching is None or service.watching.done():
+            service.watching = asyncio.create_task(service.watch()) if service.hung is None else None
+        used = scope["torchlake"] = Exchange(service, service.model)
+        path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        own = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        answer = _Answer(service, used, own, send)
+        task = asyncio.current_task()
+        assert task is not None
+        service.tasks.add(task)
+        watch: asyncio.Task[Any] | None = None
+        try:
+            self._admit(path, headers, used)
+            if scope["method"] == "POST":
+                used.body = await _read(receive, headers, service.options)
+                watch = asyncio.create_task(_gone(receive, task))
+            await self.app(scope, _replay, answer.send)
+        except _ClientGone:
+            answer.status = 499
+        except asyncio.CancelledError:
+            if watch is not None and watch.done() and not service.over:
+                answer.status = 499  # the client has gone; nobody reads an answer
+            elif service.over and not answer.status:
+                task.uncancel()
+                await refusal(path, Refused(503, "the server stops"))(scope, receive, answer.send)
+            else:
+                raise
+        except Exception as error:
+            refused = as_refused(error, service.hung)
+            answer.kind = refused.kind
+            if refused.status == 500:
+                logging.getLogger(__name__).exception("request %s", own.decode())
+            if not answer.status:
+                answer.close = refused.status in (408, 413)
+                await refusal(path, refused)(scope, receive, answer.send)
+        finally:
+            service.tasks.discard(task)
+            if watch is not None:
+                watch.cancel()
+            route = getattr(scope.get("route"), "path", "other")
+            _record(service, used, route, scope["method"], answer)
+
+    def _admit(self, path: str, headers: dict[bytes, bytes], used: Exchange) -> None:
+        """Raise Refused for a request without the token, or while there is no room: before its body is read."""
+        options, batcher = self.service.options, self.service.model.batcher
+        if path not in self.open:
+            if options.api_key is not None:
+                scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+                if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), options.api_key.encode()):
+                    raise Refused(401, "send the header authorization: Bearer KEY")
+            if self.service.hung is not None:
+                raise Refused(503, self.service.hung)
+            if len(self.service.tasks) > options.max_requests:
+                raise Refused(429, f"{options.max_requests:,} requests are in flight (--max-requests)")
+            if batcher.queued_tokens >= options.max_queued_tokens:
+                raise Refused(429, f"{batcher.queued_tokens:,} tokens are waiting (--max-queued-tokens)")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise Refused(415, "content-encoding: send the body as it is, without compression")
+        used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+class _ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions) -> bytes:
+    """Return the body. Raises Refused for one that is too large or takes too long."""
+    limit = options.body_bytes
+    too_large = Refused(413, f"the body is larger than {limit:,} bytes (--max-body)")
+    if int(headers.get(b"content-length", b"0") or 0) > limit:
+        raise too_large
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGone
+                pieces.append(message.get("body", b""))
+                size += len(pieces[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {options.read_timeout:g} seconds") from None
+
+
+async def _gone(receive: Any, task: "asyncio.Task[Any]") -> None:
+    """Cancel a request when its client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+async def _replay() -> dict[str, Any]:
+    """Return an empty body: routes have it from the exchange."""
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+class _Answer:
+    """The answer to one request: its status, and the headers that all answers have."""
+
+    def __init__(self, service: Service, used: Exchange, own: bytes, send: Any) -> None:
+        self.service, self.used, self.own, self._send = service, used, own, send
+        self.status, self.kind, self.close = 0, "Validation", False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, used = message["status"], self.used
+            headers = [*message["headers"], (b"x-request-id", self.own), (b"x-model-sha", used.model.sha.encode())]
+            if used.rows:
+                total = time.perf_counter() - used.began
+                values = {name: getattr(used, field) for name, field in HEADERS.items()} | {"x-total-time": total}
+                headers += [
+                    (name.encode(), b"%d" % round(v * (1 if name == "x-compute-tokens" else 1000)))
+                    for name, v in values.items()
+                ]
+            if self.service.draining or self.close:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def _record(service: Service, used: Exchange, route: str, method: str, answer: _Answer) -> None:
+    """Count the request and write its line: no texts, and no values of headers but the id."""
+    seconds = time.perf_counter() - used.began
+    service.metrics.count(route, answer.status or 500, answer.kind, used, seconds)
+    if log.isEnabledFor(logging.INFO):
+        line = {"time": round(time.time(), 3), "id": answer.own.decode(), "method": method, "route": route}
+        line |= {"status": answer.status, "rows": used.rows, "tokens": used.tokens, "total_ms": round(seconds * 1e3, 2)}
+        for name, value in (("queue", used.queued_s), ("tokenizing", used.reading_s), ("model", used.computed_s)):
+            line[f"{name}_ms"] = round(value * 1e3, 2)
+        log.info(orjson.dumps(line).decode())

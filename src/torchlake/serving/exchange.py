@@ -1,0 +1,151 @@
+"""One request while it is answered, and the form in which each protocol's clients expect a refusal.
+
+A message says which row and field, and never repeats what was sent.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.responses import Response
+
+from torchlake.errors import DataError, TorchlakeError, UsageError
+from torchlake.scoring.in_process import AS_LOADED, Model, View
+from torchlake.serving.batching import RowTimeout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from torchlake.serving.asgi import Service
+
+KINDS = {400: "Empty", 424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
+"TEI's names of errors; Validation for other statuses."
+MLFLOW = {
+    401: "UNAUTHENTICATED",
+    404: "ENDPOINT_NOT_FOUND",
+    429: "REQUEST_LIMIT_EXCEEDED",
+    503: "TEMPORARILY_UNAVAILABLE",
+}
+OPENAI = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
+
+
+class Refused(Exception):
+    """A request is not answered; `status`, `kind` (TEI's), `field` and `code` (OpenAI's) say why to programs."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str | None = None, field: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.field, self.code = status, field, code
+        self.kind = kind or KINDS.get(status, "Validation")
+
+
+@dataclass
+class Exchange:
+    """One request: what arrived, which model answers it, and what that cost."""
+
+    service: "Service"
+    model: Model
+    body: bytes = b""
+    content_type: str = ""
+    began: float = field(default_factory=time.perf_counter)
+    rows: int = 0
+    tokens: int = 0
+    reading_s: float = 0.0
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+    "How many rows have an error, by its first word."
+    truncated: int = 0
+
+    def json(self) -> Any:
+        """Return the body as JSON. Raises Refused."""
+        if self.content_type not in ("application/json", ""):
+            raise Refused(415, "content-type: expected application/json")
+        return parse_json(self.body)
+
+    async def score(self, table: "pa.Table", unreadable: dict[int, str], view: View = AS_LOADED) -> "pa.Table":
+        """Return the prediction columns of rows. Raises Refused if they are too many, or cannot be computed now."""
+        options = self.service.options
+        self.rows += len(table)
+        if len(table) > options.max_rows:
+            raise Refused(422, f"{len(table):,} rows; the limit is {options.max_rows:,} (--max-rows)")
+        try:
+            done = await self.model.ascore(table, unreadable, view, patience=options.queue_timeout)
+        except RowTimeout as error:
+            return self._noted(self.model.failed(len(table), str(error), view))
+        except TimeoutError as error:
+            raise Refused(503, f"{error}; try again later", kind="Overloaded") from error
+        self.tokens += done.tokens
+        self.reading_s += done.reading_s
+        self.queued_s += done.queued_s
+        self.computed_s += done.computed_s
+        return self._noted(done.table)
+
+    def _noted(self, table: "pa.Table") -> "pa.Table":
+        reasons = table["error"]
+        if reasons.null_count < len(reasons):
+            for reason in reasons.drop_null().to_pylist():
+                name = reason.partition(":")[0]
+                self.errors[name] = self.errors.get(name, 0) + 1
+        self.truncated += table["truncated"].to_pylist().count(True)
+        return table
+
+
+def parse_json(body: bytes) -> Any:
+    """Return what a JSON text holds. Raises Refused for anything that is not JSON."""
+    try:
+        # Half a pair of surrogates is valid JSON, and the error of one row; orjson refuses the whole.
+        if b"\\ud" not in body and b"\\uD" not in body:
+            return orjson.loads(body)
+        return json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not valid JSON in UTF-8", kind="Validation") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response; NumPy arrays are written as they are."""
+    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=_plain)
+    return Response(content, status, headers, media_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    """Return bytes as base64, and what orjson cannot write as a string."""
+    if isinstance(value, bytes):
+        import base64
+
+        return base64.b64encode(value).decode()
+    return str(value)
+
+
+def refusal(path: str, error: Refused) -> Response:
+    """Return the response to a refused request, in the form of the protocol at `path`."""
+    status, message = error.status, str(error)
+    headers = {"retry-after": "1"} if status in (429, 503) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if path.startswith("/v1/"):
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        code = error.code or OPENAI.get(status)
+        return reply({"error": {"message": message, "type": kind, "param": error.field, "code": code}}, status, headers)
+    if path.startswith("/invocations"):
+        code = MLFLOW.get(status, "INTERNAL_ERROR" if status >= 500 else "BAD_REQUEST")
+        return reply({"error_code": code, "message": message}, status, headers)
+    return reply({"error": message, "error_type": error.kind}, status, headers)
+
+
+def as_refused(error: Exception, closed: str | None) -> Refused:
+    """Return the refusal for an exception. `closed` is why the model computes nothing more, if so."""
+    if isinstance(error, Refused):
+        return error
+    if closed is not None:
+        return Refused(503, closed)
+    if isinstance(error, UsageError | DataError):
+        return Refused(422, str(error))
+    return Refused(500, "a fault in the server" if isinstance(error, TorchlakeError) else type(error).__name__)

@@ -1,0 +1,76 @@
+"""What a server counts: the metrics of Text Embeddings Inference under their names, and torchlake's own.
+
+With several processes each writes its numbers into files of PROMETHEUS_MULTIPROC_DIR, and any of them answers for all.
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+if TYPE_CHECKING:
+    from torchlake.serving.exchange import Exchange
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+
+
+class ServerMetrics:
+    """The metrics of one process."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter("te_request_count", "Requests.", ["method"], registry=registry)
+        self.success = Counter("te_request_success", "Answered requests.", ["method"], registry=registry)
+        self.failure = Counter("te_request_failure", "Refused requests.", ["err"], registry=registry)
+        self.seconds = {
+            name: Histogram(f"te_request_{name}duration", "Seconds.", buckets=SECONDS, registry=registry)
+            for name in ("", "tokenization_", "queue_", "inference_")
+        }
+        self.queue = Gauge("te_queue_size", "Requests that wait.", registry=registry, multiprocess_mode="livesum")
+        self.batch_rows = Histogram("te_batch_next_size", "Rows of a batch.", buckets=SIZES, registry=registry)
+        self.batch_tokens = Histogram("te_batch_next_tokens", "Tokens of a batch.", buckets=SIZES, registry=registry)
+        self.row_errors = Counter("torchlake_row_errors", "Rows with an error.", ["reason"], registry=registry)
+        self.truncated = Counter("torchlake_truncated_rows", "Rows that were truncated.", registry=registry)
+        self.reload_failures = Counter("torchlake_reload_failures", "Models not taken.", registry=registry)
+        self.model = Gauge(
+            "torchlake_model_info", "The loaded model.", ["sha"], registry=registry, multiprocess_mode="max"
+        )
+
+    def count(self, route: str, status: int, kind: str, used: "Exchange", seconds: float) -> None:
+        """Count one request; `route` and `kind` have few values."""
+        self.requests.labels(route).inc()
+        if status < 400:
+            self.success.labels(route).inc()
+        else:
+            self.failure.labels(kind).inc()
+        self.seconds[""].observe(seconds)
+        if used.rows:
+            for name in ("tokenization_", "queue_", "inference_"):
+                part = {"tokenization_": used.reading_s, "queue_": used.queued_s, "inference_": used.computed_s}[name]
+                self.seconds[name].observe(part)
+            rows, tokens = used.model.batcher.last_batch
+            self.batch_rows.observe(rows)
+            self.batch_tokens.observe(tokens)
+        for reason, rows in used.errors.items():
+            self.row_errors.labels(reason if reason.isidentifier() else "other").inc(rows)
+        if used.truncated:
+            self.truncated.inc(used.truncated)
+
+    def named(self, sha: str, before: str | None = None) -> None:
+        """Note which model is loaded."""
+        if before is not None:
+            self.model.labels(before).set(0)
+        self.model.labels(sha).set(1)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' format."""
+        registry = self.registry
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        # The client adds _total to the names of counters, and times of creation; TEI, and its dashboards, have neither.
+        text = re.sub(rb"(?m)^(# \w+ )?\w+_created\b.*\n", b"", generate_latest(registry))
+        return re.sub(rb"_total(?=[ {])", b"", text)

@@ -1,0 +1,51 @@
+"""`POST /v1/embeddings` as OpenAI's clients send it; the vectors as numbers or as base64 of little-endian float32."""
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import Request
+from starlette.responses import Response
+
+from torchlake.serving.exchange import Exchange, Refused, reply
+from torchlake.serving.tei import Body, checked, embedded, schema_of
+
+TOKENS = "send texts; in LangChain set check_embedding_ctx_length=False"
+
+
+class EmbeddingsBody(Body):
+    """The body of /v1/embeddings."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: str | None = None
+
+
+def routes() -> list[tuple[str, str, Any, Any]]:
+    """Return path, method, handler and schema of the body of each route."""
+    return [(path, "POST", embeddings, schema_of(EmbeddingsBody)) for path in ("/v1/embeddings", "/embeddings")]
+
+
+async def embeddings(request: Request) -> Response:
+    """Return the vectors of texts."""
+    used: Exchange = request.scope["torchlake"]
+    body = checked(EmbeddingsBody, used.json())
+    if body.model is not None and body.model not in used.service.names:
+        raise Refused(404, f"model: this server has {used.service.name!r}", field="model", code="model_not_found")
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    first = texts[0] if texts else None
+    if isinstance(first, int) or (isinstance(first, list) and all(isinstance(token, int) for token in first)):
+        raise Refused(422, f"input: token ids of another model's tokenizer; {TOKENS}", field="input")
+    vectors = await embedded(used, texts, "input", dimensions=body.dimensions)
+    data = [
+        {"object": "embedding", "index": at, "embedding": _written(vector, body.encoding_format)}
+        for at, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": used.tokens, "total_tokens": used.tokens}
+    return reply({"object": "list", "data": data, "model": used.service.name, "usage": usage})
+
+
+def _written(vector: np.ndarray, form: str) -> Any:
+    return vector if form == "float" else base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()

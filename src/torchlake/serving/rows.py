@@ -1,0 +1,269 @@
+"""`POST /invocations`: rows of named columns in, the columns of `predict` out, in MLflow's format, for every task.
+
+JSON (`dataframe_split`, `dataframe_records`, `instances`, `inputs`), CSV with a header, or Parquet. It is also the
+route of SageMaker, Databricks and, with `instances`, of Vertex AI and KServe.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+from fastapi import Request
+from starlette.responses import Response
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import TorchlakeError
+from torchlake.scoring.in_process import View
+from torchlake.scoring.options import checked_input
+from torchlake.serving.exchange import Exchange, Refused, parse_json, reply
+from torchlake.tables.arrays import from_strings
+from torchlake.tasks import NUMBER, TEXT
+from torchlake.tasks._inputs import columns_of
+
+FORMS = ("dataframe_split", "dataframe_records", "instances", "inputs")
+OPTIONS = ("params", "parameters")
+PARQUET = ("application/vnd.apache.parquet", "application/x-parquet")
+IMAGE = "image"
+"The input whose values are images: base64 in JSON and CSV, never a path or URL."
+ROW: dict[str, Any] = {"type": "object", "additionalProperties": True}
+VALUES: dict[str, Any] = {"type": "array", "items": {"anyOf": [ROW, {"type": "string"}]}}
+SPLIT = {
+    "type": "object",
+    "properties": {"columns": {"type": "array", "items": {"type": "string"}}, "data": {"type": "array"}},
+}
+SCHEMA = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "minProperties": 1,
+            "maxProperties": 1,
+            "additionalProperties": False,
+            "properties": {
+                "dataframe_split": {**SPLIT, "required": ["columns", "data"]},
+                "dataframe_records": {"type": "array", "items": ROW},
+                "instances": VALUES,
+                "inputs": {"anyOf": [VALUES, ROW]},
+            },
+        }
+    },
+    "text/csv": {"schema": {"type": "string"}},
+    PARQUET[0]: {"schema": {"type": "string", "format": "binary"}},
+}
+
+
+async def invocations(request: Request) -> Response:
+    """Return a row of predictions, or with an error, for each row of the request."""
+    used: Exchange = request.scope["torchlake"]
+    spec, options = used.model.spec, used.service.options
+    read = {
+        "application/json": _from_json,
+        "": _from_json,
+        "text/csv": _from_csv,
+        **dict.fromkeys(PARQUET, _from_parquet),
+    }
+    if used.content_type not in read:
+        raise Refused(415, f"content-type: expected application/json, text/csv or {PARQUET[0]}")
+    columns = read[used.content_type](used.body, spec, options.max_rows)
+    table, unreadable = _as_table(columns, spec)
+    try:
+        checked_input(used.model._settings, spec, table.schema, "the request")
+    except TorchlakeError as error:
+        raise Refused(400, str(error)) from None
+    view = View(truncate=options.truncate)
+    answers = await used.score(table.select(list(spec.input_columns)), unreadable, view)
+    return reply({"predictions": answers.to_pylist()})
+
+
+def _check_rows(number: int, limit: int) -> None:
+    if number > limit:
+        raise Refused(413, f"{number:,} rows; the limit is {limit:,} (--max-rows)")
+
+
+def _from_json(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
+    """Return the values of each column."""
+    given = parse_json(body)
+    if not isinstance(given, dict):
+        raise Refused(400, f"the body must be a JSON object with one of {', '.join(FORMS)}")
+    options = [name for name in OPTIONS if given.get(name)]
+    if options:
+        raise Refused(
+            400, f"{options[0]}: not supported; give the options of predict to torchlake serve", field=options[0]
+        )
+    names = [name for name in given if name not in OPTIONS]
+    if len(names) != 1 or names[0] not in FORMS:
+        # The names of known forms only: another key may be part of the data.
+        found = ", ".join(name for name in names if name in FORMS) or "none of them"
+        raise Refused(400, f"the body must have exactly one of {', '.join(FORMS)}, and nothing else; it has {found}")
+    (form,), value = names, given[names[0]]
+    if form == "dataframe_split":
+        return _split(value, limit)
+    if isinstance(value, dict) and form == "inputs":
+        return _columns(value, limit)
+    if not isinstance(value, list):
+        raise Refused(400, f"{form}: expected a list of rows", field=form)
+    _check_rows(len(value), limit)
+    if form == "dataframe_records" or (value and isinstance(value[0], dict)):
+        return _records(form, value, spec)
+    if len(spec.input_columns) > 1:
+        names = ", ".join(spec.input_columns)
+        raise Refused(
+            400, f"{form}: this model reads several columns; each row must be an object with {names}", field=form
+        )
+    wrong = next((row for row, each in enumerate(value) if isinstance(each, dict)), None)
+    if wrong is not None:
+        raise Refused(400, f"{form}, row {wrong}: an object, where the rows before it are single values", field=form)
+    return {spec.input_columns[0]: value}
+
+
+def _records(form: str, value: list[Any], spec: TaskSpec) -> dict[str, Any]:
+    wrong = next((row for row, each in enumerate(value) if not isinstance(each, dict)), None)
+    if wrong is not None:
+        raise Refused(400, f"{form}, row {wrong}: expected an object with the columns of the row", field=form)
+    # As in a frame: a column that some rows lack is null there, and one that all lack is missing.
+    known = {name for row in value for name in row} if value else set(spec.input_columns)
+    return {name: [row.get(name) for row in value] for name in spec.input_columns if name in known}
+
+
+def _columns(value: dict[str, Any], limit: int) -> dict[str, Any]:
+    sizes = {len(each) if isinstance(each, list) else -1 for each in value.values()}
+    if len(sizes) != 1 or -1 in sizes:
+        raise Refused(400, "inputs: expected a list of values for each column, all of the same length", field="inputs")
+    _check_rows(sizes.pop(), limit)
+    return value
+
+
+def _split(value: Any, limit: int) -> dict[str, Any]:
+    names, data = (value.get("columns"), value.get("data")) if isinstance(value, dict) else (None, None)
+    form = "dataframe_split"
+    if not isinstance(names, list) or not isinstance(data, list) or not all(isinstance(name, str) for name in names):
+        raise Refused(400, f"{form}: expected columns, a list of names, and data, a list of rows", field=form)
+    _check_rows(len(data), limit)
+    wrong = next((row for row, each in enumerate(data) if not isinstance(each, list) or len(each) != len(names)), None)
+    if wrong is not None:
+        raise Refused(400, f"{form}, row {wrong}: expected a list of {len(names)} values", field=form)
+    return {name: [row[at] for row in data] for at, name in enumerate(names)}
+
+
+def _from_csv(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
+    """Return the columns of a CSV with a header; values are text, as `predict` reads them."""
+    bad: list[int] = []
+
+    def note(row: Any) -> str:
+        bad.append(row.number)
+        return "error"
+
+    texts = {name: pa.string() for name in spec.input_columns}
+    try:
+        table = pa_csv.read_csv(
+            io.BytesIO(body),
+            pa_csv.ReadOptions(use_threads=False),
+            pa_csv.ParseOptions(newlines_in_values=True, invalid_row_handler=note),
+            pa_csv.ConvertOptions(column_types=texts, strings_can_be_null=False),
+        )
+    except pa.ArrowException:
+        where = (
+            f"row {bad[0]} has another number of values than the header" if bad and bad[0] else "it cannot be parsed"
+        )
+        raise Refused(400, f"text/csv: {where}; expected UTF-8 with a header, commas and double quotes") from None
+    _check_rows(len(table), limit)
+    return {name: table[name].to_pylist() for name in spec.input_columns if name in table.column_names}
+
+
+def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
+    """Return the columns of a Parquet file. Its claims are checked first: a small file may hold gigabytes."""
+    try:
+        file = pq.ParquetFile(io.BytesIO(body))
+        _check_rows(file.metadata.num_rows, limit)
+        names = [name for name in spec.input_columns if name in file.schema_arrow.names]
+        size = sum(file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
+        if size > 64 * max(len(body), 1 << 20):
+            raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
+        # Strings stay in dictionaries until their length is known: one long value may stand in every row.
+        texts = [name for name in names if pa.types.is_string(file.schema_arrow.field(name).type)]
+        table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=texts, use_threads=False)
+        for name in texts:
+            lengths = pa.compute.binary_length(table[name].combine_chunks().dictionary)
+            longest = pa.compute.max(lengths).as_py() or 0
+            if longest * len(table) > 64 * max(len(body), 1 << 20):
+                raise Refused(413, f"{name}: its values are much larger than the body")
+        return {name: table[name].to_pylist() for name in names}
+    except (pa.ArrowException, OSError, ValueError):
+        raise Refused(400, f"{PARQUET[0]}: this is not a Parquet file that can be read") from None
+
+
+def _as_table(columns: Mapping[str, Any], spec: TaskSpec) -> tuple[pa.Table, dict[int, str]]:
+    """Return the model's columns as a table, and errors of rows whose values cannot be read. Raises Refused."""
+    kinds = plugins.load("tasks", spec.task).inputs
+    inputs = {column: name for name, each in columns_of(kinds, spec).items() for column in each}
+    missing = [name for name in spec.input_columns if name not in columns]
+    if missing:
+        wanted = ", ".join(spec.input_columns)
+        raise Refused(400, f"there is no column {missing[0]!r}; this model reads {wanted}", field=missing[0])
+    errors: dict[int, str] = {}
+    arrays = {}
+    for name in spec.input_columns:
+        values = columns[name]
+        kind = kinds.get(inputs.get(name, ""), "")
+        if inputs.get(name) == IMAGE:
+            arrays[name] = _images(name, values, errors)
+        elif kind == TEXT or all(value is None or isinstance(value, str) for value in values):
+            arrays[name] = as_texts(values, errors, lambda row, name=name: f"row {row}, column {name!r}")  # type: ignore[misc]
+        else:
+            arrays[name] = _others(name, values, number=kind == NUMBER)
+    return pa.table(arrays), errors
+
+
+def as_texts(values: Sequence[Any], errors: dict[int, str], where: Callable[[int], str]) -> pa.Array:
+    """Return texts as an array; text that is not Unicode is an error of its row. Raises Refused for other values."""
+    good: list[str | None] = []
+    for row, value in enumerate(values):
+        if value is not None and not isinstance(value, str):
+            raise Refused(400, f"{where(row)}: expected a string, got {_kind(value)}", kind="Validation")
+        if value is not None and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                errors[row], value = "bad_utf8", None
+        good.append(value)
+    return from_strings(good)
+
+
+def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Array:
+    found: list[bytes | None] = []
+    for row, value in enumerate(values):
+        if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
+            value = value.get("bytes")  # a path would be a file of the server
+        if isinstance(value, str):
+            try:
+                value = base64.b64decode(value, validate=True)
+            except (binascii.Error, ValueError):
+                errors.setdefault(row, "corrupt_image: it is not base64")
+                value = None
+        if value is not None and not isinstance(value, bytes):
+            raise Refused(400, f"row {row}, column {name!r}: expected an image in base64, got {_kind(value)}")
+        found.append(value)
+    return pa.array(found, pa.large_binary())
+
+
+def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
+    if number and any(isinstance(value, str) for value in values):
+        values = [value if value is None or isinstance(value, str) else str(value) for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError, TypeError):
+        kinds = sorted({_kind(value) for value in values})
+        raise Refused(
+            400, f"column {name!r}: its values are not of one type ({', '.join(kinds)})", field=name
+        ) from None
+
+
+def _kind(value: Any) -> str:
+    """Return the JSON name of a value's type."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -1,0 +1,77 @@
+"""A server in this process, for tests where the process is not the subject."""
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from torchlake.serving.asgi import Service, app
+from torchlake.serving.options import ServeOptions
+from torchlake.serving.process import ServerProcess, listen
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    url: str
+    port: int
+    service: Service
+    server: ServerProcess
+    client: httpx.Client
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def raw(self, data: bytes, *, timeout: float = 30) -> bytes:
+        """Send bytes, and return all that comes back until the server closes, or one answer if it does not."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
+            connection.sendall(data)
+            found = b""
+            while piece := connection.recv(65536):
+                found += piece
+                head, end, body = found.partition(b"\r\n\r\n")
+                size = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                if end and size and len(body) >= int(size[0].split(b":")[1]):
+                    break
+            return found
+
+
+@contextmanager
+def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
+    """Serve a model on a free port of this machine, in a thread."""
+    server = ServerProcess(app(model, options=ServeOptions(**options), **(load or {})))
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            yield Running(f"http://127.0.0.1:{port}", port, server.service, server, client)
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def until(condition: Any) -> None:
+    """Wait for something that another thread does."""
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port

@@ -1,0 +1,317 @@
+"""Connections, time and signals: what arrives badly or slowly harms no other request, and nothing accepted is lost."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tiny
+from serving_runs import Running, free_port, running, until
+from torchlake.errors import PortTaken, UsageError
+from torchlake.serving.options import ServeOptions
+from torchlake.serving.process import listen
+from torchlake.serving.reload import renew
+
+GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
+POST = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Running]:
+    with running(tiny_model, max_body="4KB", read_timeout=0.5, max_requests=4) as made:
+        yield made
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b'{"inputs": NaN}', 400),
+        (b'{"inputs": "\\ud800", "a": Infinity}', 400),
+        (b"[" * 2000, 400),
+        (b'{"inputs": "\\ud800' + b'", "b": ' + b"[" * 1990, 400),
+        (b'{"inputs": 7}', 422),
+        (b'{"inputs": "a", "inputs": "b"}', 200),
+        (b"[[],[],[]]", 422),
+        (b'"text"', 422),
+        (b'{"inputs": "' + b"a" * 5000 + b'"}', 413),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bodies(server: Running, body: bytes, found: int) -> None:
+    response = server.client.post("/predict", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == found, response.text
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        (GET + b"x: " + b"a" * 200_000, 431),
+        (GET, 408),
+        (POST + b"content-length: 30\r\n\r\n{", 408),
+        (POST + b"content-length: 9\r\ncontent-length: 3\r\n\r\n{}", 400),
+        (POST + b"content-length: 99999999\r\n\r\n", 413),
+        (
+            POST
+            + b"transfer-encoding: chunked\r\n\r\n"
+            + b"1000\r\n"
+            + b"a" * 4096
+            + b"\r\n"
+            + b"10\r\n"
+            + b"a" * 16
+            + b"\r\n",
+            413,
+        ),
+        (POST + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}", 415),
+        (POST + b"expect: 100-continue\r\ncontent-length: 14\r\n\r\n", 100),
+        (b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\n{}", 415),
+        (b"BREW /health HTTP/1.1\r\nhost: a\r\n\r\n", 400),
+        (b"DELETE /predict HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    ],
+    ids=lambda value: repr(value)[:60] if isinstance(value, bytes) else str(value),
+)
+def test_requests_as_bytes(server: Running, data: bytes, found: int) -> None:
+    assert status(server.raw(data)) == found
+    assert server.client.get("/health").status_code == 200
+
+
+def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(GET + b"x-request-id: one\r\n\r\n" + GET + b"x-request-id: two\r\nconnection: close\r\n\r\n")
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200") == 2
+    assert found.index(b"x-request-id: one") < found.index(b"x-request-id: two")
+
+
+def test_more_connections_than_allowed_are_refused_and_others_served(server: Running) -> None:
+    assert server.client.get("/health").status_code == 200  # this connection stays
+    others = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(12)]
+    try:
+        assert server.client.get("/health").status_code == 200
+        answers = [other.recv(200) for other in others]
+        refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503")]
+        assert len(refused) >= 4
+        assert all(answer.startswith((b"HTTP/1.1 503", b"HTTP/1.1 408")) for answer in answers)
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> None:
+    batcher, entered, permit = server.service.model.batcher, threading.Event(), threading.Event()
+    compute, rows = batcher._compute, []
+
+    def gated(parts: Any) -> Any:
+        rows.append(sum(len(part) for _, part in parts))
+        entered.set()
+        assert permit.wait(60)
+        return compute(parts)
+
+    batcher._compute = gated
+    try:
+        threads = [threading.Thread(target=server.post, args=("/predict", {"inputs": "good"}))]
+        threads[0].start()
+        assert entered.wait(30)
+        body = b'{"inputs": ["a", "b", "c"]}'
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as gone:
+            gone.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: batcher.queued == 1)
+        until(lambda: batcher._waiting[0].future.cancelled())
+        permit.set()
+        threads[0].join(30)
+        assert server.post("/predict", {"inputs": "good"}).status_code == 200
+        assert rows == [1, 1]
+    finally:
+        batcher._compute = compute
+
+
+def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path) -> None:
+    permit = threading.Event()
+    with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server:
+        batcher = server.service.model.batcher
+        compute, entered = batcher._compute, threading.Event()
+
+        def hangs(parts: Any) -> Any:
+            entered.set()
+            permit.wait(60)
+            return compute(parts)
+
+        batcher._compute = hangs
+        answer = server.post("/invocations", {"instances": ["a", "b"]})
+        assert [row["error"] for row in answer.json()["predictions"]] == [
+            "timeout: computed for more than 0.2 seconds"
+        ] * 2
+        until(lambda: server.service.hung is not None)
+        try:
+            refused = server.client.get("/health").status_code
+        except httpx.HTTPError:  # it has closed its socket
+            refused = 503
+        assert refused == 503
+        until(lambda: server.server.status == 70)
+        permit.set()
+
+
+def test_a_request_that_waits_too_long_is_refused(tiny_model: Path) -> None:
+    permit, entered = threading.Event(), threading.Event()
+    with running(tiny_model, queue_timeout=0.05) as server:
+        batcher = server.service.model.batcher
+        compute = batcher._compute
+
+        def slow(parts: Any) -> Any:
+            entered.set()
+            permit.wait(60)
+            return compute(parts)
+
+        batcher._compute = slow
+        first = threading.Thread(target=server.post, args=("/predict", {"inputs": "good"}))
+        first.start()
+        assert entered.wait(30)
+        late = server.post("/predict", {"inputs": "good"})
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        permit.set()
+        first.join(30)
+
+
+def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchlake.requests"):
+        server.post("/predict", {"inputs": "unrepeatable"}, headers={"authorization": "unrepeatable"})
+        server.post("/predict", {"inputs": ["unrepeatable", ""]})
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "torchlake.requests"]
+    assert [(line["route"], line["status"], line["rows"]) for line in lines] == [
+        ("/predict", 200, 1),
+        ("/predict", 400, 2),
+    ]
+    assert "unrepeatable" not in caplog.text
+
+
+def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
+    import asyncio
+
+    folders = [tiny.build_model(tmp_path / f"model{seed}", encoder=tiny_bert, seed=seed) for seed in (0, 1)]
+    other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, spec=tiny.spec_for("single_label", ("x", "y")))
+    link = tmp_path / "current"
+    link.symlink_to(folders[0])
+    with running(link) as server:
+        service = server.service
+        before = server.client.get("/info").json()["model_sha"]
+        answers = [server.post("/predict", {"inputs": "good"}).json()]
+
+        def point(folder: Path) -> bool:
+            link.unlink()
+            link.symlink_to(folder)
+            return asyncio.run(renew(service))
+
+        assert not point(other)
+        damaged = tmp_path / "damaged"
+        shutil.copytree(folders[1], damaged)
+        (damaged / "model.safetensors").write_bytes(b"no weights")
+        assert not point(damaged)
+        assert server.client.get("/info").json()["model_sha"] == before
+        assert "torchlake_reload_failures 2.0" in server.client.get("/metrics").text
+        assert point(folders[1])
+        after = server.post("/predict", {"inputs": "good"})
+        assert after.headers["x-model-sha"] != before
+        assert after.json() != answers[0]
+
+
+def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) -> None:
+    with pytest.raises(PortTaken, match=f"port {server.port} of 127.0.0.1 is taken") as raised:
+        listen("127.0.0.1", server.port)
+    assert raised.value.exit_code == 2
+    for options, words in (
+        ({"max_rows": 0}, "max_rows: expected 1 or more"),
+        ({"queue_timeout": 0.0}, "queue_timeout: expected more than 0"),
+        ({"api_key": ""}, "API key"),
+        ({"port": 99999}, "port: expected 0 to 65535"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            ServeOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="max_body"):
+        _ = ServeOptions(max_body="large").body_bytes
+
+
+def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                return process
+        except httpx.TransportError:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_accepted_request_is_lost_at_a_signal(tiny_model: Path, processes: int) -> None:
+    port = free_port()
+    process = started(tiny_model, "--processes", str(processes), port=port)
+    stop, wrong, served = threading.Event(), [], []
+
+    def call() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+            while not stop.is_set():
+                try:
+                    response = client.post("/predict", json={"inputs": "good film"})
+                except httpx.ConnectError:
+                    return  # refused before it was sent: the socket is closed
+                except httpx.TransportError as error:
+                    wrong.append(repr(error))
+                    return
+                served.append(response.status_code)
+
+    threads = [threading.Thread(target=call) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(served) > 100)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == [], errors[-2000:]
+    assert set(served) == {200}
+    assert process.returncode == 0, errors[-2000:]
+
+
+@pytest.mark.slow
+def test_a_second_server_on_a_port_ends_with_2(tiny_model: Path) -> None:
+    port = free_port()
+    process = started(tiny_model, port=port)
+    try:
+        command = [sys.executable, "-m", "torchlake", "serve", str(tiny_model), "--port", str(port)]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (other.returncode, str(port) in other.stderr) == (2, True)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0

@@ -1,0 +1,351 @@
+"""What each route answers: the values of `predict`, in the forms of MLflow, TEI and OpenAI, and refusals in words."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import ViTForImageClassification
+
+import tiny
+import torchlake as tl
+from serving_runs import Running, running
+from torchlake.models.write import quiet
+
+TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
+SECRET = "unrepeatable"
+
+
+@pytest.fixture(scope="module")
+def classes(tiny_model: Path) -> Iterator[Running]:
+    with running(tiny_model, name="reviews", max_rows=40, max_body="64KB") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tiny.build_embedder(tmp_path_factory.mktemp("models") / "embedder")
+    prompts = {"prompts": {"query": "good "}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with running(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Iterator[Running]:
+    spec = replace(tiny.SPEC, problem="regression", labels=(), text="query", text_pair="passage")
+    folder = tiny.build_model(tmp_path_factory.mktemp("models") / "pairs", encoder=tiny_bert, spec=spec)
+    with running(folder) as server:
+        yield server
+
+
+def predicted(server: Running, columns: dict[str, list[Any]], **options: Any) -> list[dict[str, Any]]:
+    """The rows of predict."""
+    table = pa.table(columns)
+    return tl.predict(server.service.source, table, **options).drop_columns(table.column_names).to_pylist()
+
+
+def near(found: Any, expected: Any) -> bool:
+    """The company of a row changes the rounding of its score only."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near(found[name], expected[name]) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(near, found, expected))
+    return found == (pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else expected)
+
+
+def test_rows_are_those_of_predict_in_every_form(classes: Running) -> None:
+    expected = predicted(classes, {"text": ["" if text == "\ud800" else text for text in TEXTS]})
+    expected[4]["error"] = "bad_utf8"
+    records = [{"text": text, "n": at} for at, text in enumerate(TEXTS)]
+    forms = [
+        {"instances": TEXTS},
+        {"instances": records},
+        {"inputs": TEXTS},
+        {"inputs": {"text": TEXTS, "n": list(range(6))}},
+        {"dataframe_records": records},
+        {"dataframe_split": {"columns": ["n", "text"], "data": [[at, text] for at, text in enumerate(TEXTS)]}},
+    ]
+    for form in forms:
+        response = classes.client.post(
+            "/invocations", content=json.dumps(form), headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 200, response.text
+        assert near(response.json(), {"predictions": expected}), form.keys()
+    plain = [text for text in TEXTS if text != "\ud800"]
+    expected.pop(4)
+    content = "text,n\n" + "".join(f'"{text}",1\n' for text in plain)
+    response = classes.client.post("/invocations", content=content, headers={"content-type": "text/csv; charset=utf-8"})
+    assert near(response.json(), {"predictions": expected})
+    pq.write_table(pa.table({"n": range(5), "text": plain}), buffer := io.BytesIO())
+    headers = {"content-type": "application/vnd.apache.parquet"}
+    response = classes.client.post("/invocations", content=buffer.getvalue(), headers=headers)
+    assert near(response.json(), {"predictions": expected})
+    assert classes.post("/invocations", {"instances": []}).json() == {"predictions": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "exactly one of"),
+        ({"instances": ["a"], "inputs": ["b"]}, "it has instances, inputs"),
+        ({"instances": ["a"], SECRET: 1}, "it has instances"),
+        ({"instances": ["a"], "params": {"x": 1}}, "params: not supported"),
+        ({"instances": ["a", 7]}, "row 1, column 'text': expected a string, got a number"),
+        ({"instances": ["a", {"text": SECRET}]}, "instances, row 1: an object"),
+        ({"instances": [{"body": SECRET}]}, "there is no column 'text'"),
+        (
+            {"dataframe_split": {"columns": ["text"], "data": [["a"], [SECRET, SECRET]]}},
+            "row 1: expected a list of 1 values",
+        ),
+        ({"inputs": {"text": SECRET}}, "expected a list of values for each column"),
+        ([SECRET], "must be a JSON object"),
+    ],
+    ids=str,
+)
+def test_invalid_rows_are_refused_without_their_content(classes: Running, body: Any, words: str) -> None:
+    response = classes.post("/invocations", body)
+    assert response.status_code == 400
+    assert response.json()["error_code"] == "BAD_REQUEST"
+    assert words in response.json()["message"]
+    assert SECRET not in response.text
+
+
+def test_classes_are_those_of_predict_best_first(classes: Running) -> None:
+    rows = predicted(classes, {"text": ["good film", "a bore"]}, all_probabilities=True)
+    expected = [
+        sorted(
+            ({"label": name, "score": row[f"prob_{name}"]} for name in ("bad", "good")), key=lambda one: -one["score"]
+        )
+        for row in rows
+    ]
+    texts = ["good film", "a bore"]
+    assert near(classes.post("/predict", {"inputs": texts[0]}).json(), expected[0])
+    assert near(classes.post("/predict", {"inputs": texts}).json(), expected)
+    assert near(classes.post("/predict", {"inputs": [[text] for text in texts]}).json(), expected)
+    assert near(classes.post("/", {"inputs": texts[0]}).json(), expected[:1])  # nested: the client takes element 0
+    top = classes.post("/", {"inputs": texts[0], "parameters": {"top_k": 1, "function_to_apply": "softmax"}}).json()
+    assert near(top, [expected[0][:1]])
+    raw = {
+        one["label"]: one["score"] for one in classes.post("/predict", {"inputs": texts[0], "raw_scores": True}).json()
+    }
+    powers = {name: np.exp(score) for name, score in raw.items()}
+    assert near(rows[0]["prob_good"], float(powers["good"] / sum(powers.values())))
+
+
+def test_the_side_that_is_truncated_and_no_truncation(classes: Running) -> None:
+    text = "good " + "a " * 100 + "bore"
+    ends = [
+        classes.post("/predict", {"inputs": text, "truncation_direction": side}).json() for side in ("Left", "Right")
+    ]
+    kept = [classes.post("/predict", {"inputs": part}).json() for part in ("a " * 61 + "bore", "good " + "a " * 61)]
+    assert near(ends, kept)
+    refused = classes.post("/predict", {"inputs": ["a", text], "truncate": False})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
+    assert "inputs[1]: too_long: 40 tokens more than the 64" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "words"),
+    [
+        ("/predict", {"inputs": [["a", SECRET]]}, 422, "Validation", "inputs[0]: this model reads one text"),
+        ("/predict", {"inputs": ["a", 7]}, 422, "Validation", "inputs[1]"),
+        ("/predict", {"inputs": [[7]]}, 422, "Validation", "inputs[0]: expected a string, got a number"),
+        ("/predict", {"inputs": ["a", " "]}, 400, "Empty", "inputs[1]: it has no text"),
+        ("/predict", {"inputs": []}, 400, "Empty", "inputs: is empty"),
+        ("/predict", {"inputs": "a", "top_k": 1}, 422, "Validation", "'top_k' is not supported"),
+        (
+            "/predict",
+            {"inputs": "a", "raw_scores": SECRET},
+            422,
+            "Validation",
+            "raw_scores: input should be a valid boolean",
+        ),
+        ("/predict", {}, 422, "Validation", "inputs: field required"),
+        ("/predict", {"inputs": ["a"] * 41}, 422, "Validation", "41 rows; the limit is 40"),
+        ("/", {"inputs": "a", "parameters": {"padding": True}}, 422, "Validation", "'padding' is not supported"),
+        ("/embed", {"inputs": "a"}, 424, "Backend", "not an embedding model"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend", "not a re-ranker"),
+        ("/nothing", {}, 404, "Validation", "no such route"),
+        ("/health", {}, 405, "Validation", "another method"),
+    ],
+    ids=str,
+)
+def test_teis_refusals(classes: Running, path: str, body: Any, status: int, kind: str, words: str) -> None:
+    response = classes.post(path, body)
+    assert (response.status_code, response.json()["error_type"]) == (status, kind)
+    assert words in response.json()["error"]
+    assert SECRET not in response.text
+
+
+def test_pairs_are_pairs(pairs: Running) -> None:
+    expected = predicted(pairs, {"query": ["good", "good", "a"], "passage": ["film", "bore", "b"]})
+    scores = [row["prediction"] for row in expected]
+    one = pairs.post("/predict", {"inputs": ["good", "film"]}).json()
+    assert near(one, [{"label": "LABEL_0", "score": scores[0]}])
+    batch = pairs.post("/predict", {"inputs": [["good", "film"], ["good", "bore"], ["a", "b"]]}).json()
+    assert near([row[0]["score"] for row in batch], scores)
+    ranked = pairs.post(
+        "/rerank", {"query": "good", "texts": ["film", "bore"], "return_text": True, "raw_scores": True}
+    )
+    order = [0, 1] if scores[0] >= scores[1] else [1, 0]
+    assert near(ranked.json(), [{"index": at, "score": scores[at], "text": ["film", "bore"][at]} for at in order])
+    assert pairs.post("/predict", {"inputs": "good"}).status_code == 422
+    records = [{"query": "good", "passage": "film"}, {"query": "a"}]
+    answers = pairs.post("/invocations", {"dataframe_records": records}).json()["predictions"]
+    assert near(answers[0], expected[0])
+    assert answers[1]["error"] == "null_input"
+
+
+def test_vectors_are_those_of_predict(vectors: Running) -> None:
+    texts = ["good film", "a bore"]
+    expected = np.array([row["embedding"] for row in predicted(vectors, {"text": texts})], dtype=np.float32)
+
+    def found(body: Any, path: str = "/embed") -> np.ndarray:
+        response = vectors.post(path, body)
+        assert response.status_code == 200, response.text
+        return np.array(response.json(), dtype=np.float32)
+
+    assert np.allclose(found({"inputs": texts}), expected, atol=1e-6)
+    assert np.allclose(found({"inputs": texts[0]}), expected[:1], atol=1e-6)
+    assert np.allclose(found({"inputs": texts}, "/"), expected, atol=1e-6)
+    short = found({"inputs": texts, "dimensions": 4})
+    assert np.allclose(short, expected[:, :4] / np.linalg.norm(expected[:, :4], axis=1, keepdims=True), atol=1e-6)
+    prompted = found({"inputs": ["film"], "prompt_name": "query"})
+    assert np.allclose(prompted, expected[:1], atol=1e-6)
+    cosines = found({"inputs": {"source_sentence": texts[0], "sentences": texts}}, "/similarity")
+    assert np.allclose(cosines, expected @ expected[0], atol=1e-6)
+    assert vectors.post("/embed", {"inputs": "a", "prompt_name": "no"}).json()["error"].endswith("the prompts query")
+    for form in ("float", "base64"):
+        body = {"input": texts, "model": "embedder", "encoding_format": form, "dimensions": 16}
+        answer = vectors.post("/v1/embeddings", body).json()
+        values = [one["embedding"] for one in answer["data"]]
+        if form == "base64":
+            values = [np.frombuffer(base64.b64decode(value), "<f4") for value in values]
+        assert np.allclose(np.array(values, dtype=np.float32), expected, atol=1e-6)
+        assert answer["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"input": [[101, 102]], "model": "embedder"}, 422, "in LangChain set check_embedding_ctx_length=False"),
+        ({"input": [101, 102], "model": "embedder"}, 422, "send texts"),
+        ({"input": "a", "model": "other"}, 404, "this server has 'embedder'"),
+        ({"input": "a", "dimensions": 99}, 422, "dimensions: expected 1 to 16"),
+        ({"input": ["a", ""]}, 400, "input[1]: it has no text"),
+        ({"input": "a", "encoding_format": "int8"}, 422, "encoding_format"),
+    ],
+    ids=str,
+)
+def test_openais_refusals(vectors: Running, body: Any, status: int, words: str) -> None:
+    response = vectors.post("/v1/embeddings", body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert words in error["message"]
+
+
+def test_tokens_facts_headers_and_metrics(classes: Running) -> None:
+    tokens = classes.post("/tokenize", {"inputs": ["good film"], "add_special_tokens": False}).json()
+    assert [(one["text"], one["start"], one["stop"], one["special"]) for one in tokens[0]] == [
+        ("good", 0, 4, False),
+        ("film", 5, 9, False),
+    ]
+    info = classes.client.get("/info").json()
+    assert info["model_type"] == {
+        "classifier": {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+    }
+    assert (info["served_model_name"], info["max_client_batch_size"], info["max_input_length"]) == ("reviews", 40, 64)
+    assert str(Path(classes.service.source).parent) not in json.dumps(info)
+    response = classes.post("/predict", {"inputs": "good film"}, headers={"x-request-id": "mine-7"})
+    assert response.headers["x-request-id"] == "mine-7"
+    assert response.headers["x-compute-tokens"] == "4"
+    assert {"x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time"} <= response.headers.keys()
+    assert response.headers["x-model-sha"] == info["model_sha"]
+    other = classes.post("/predict", {"inputs": ""}, headers={"x-request-id": "not valid"})
+    assert len(other.headers["x-request-id"]) == 32
+    metrics = classes.client.get("/metrics").text
+    assert 'te_request_count{method="/predict"}' in metrics
+    assert 'torchlake_row_errors{reason="null_input"}' in metrics
+    assert "te_batch_next_tokens_bucket" in metrics
+    assert "_total" not in metrics
+    assert "_created" not in metrics
+    paths = classes.client.get("/openapi.json").json()["paths"]
+    assert "post" in paths["/invocations"]
+    assert "requestBody" in paths["/predict"]["post"]
+
+
+def image_classifier(folder: Path) -> Path:
+    """A classifier of images with a head that was never trained."""
+    tiny.build_vision(folder)
+    with quiet():
+        ViTForImageClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
+    return folder
+
+
+def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
+    folder = image_classifier(tmp_path / "vision")
+    image = tiny.digits(2)
+    content = image["image"][0].as_py()
+    content = content["bytes"] if isinstance(content, dict) else content
+    (tmp_path / "photo.png").write_bytes(content)
+    with running(folder) as server:
+        expected = predicted(server, {"image": [content]})
+        rows = [
+            base64.b64encode(content).decode(),
+            str(tmp_path / "photo.png"),
+            {"path": str(tmp_path / "photo.png")},
+            None,
+        ]
+        answers = server.post("/invocations", {"dataframe_records": [{"image": row} for row in rows]}).json()[
+            "predictions"
+        ]
+        assert near(answers[0], expected[0])
+        assert [row["error"] for row in answers[1:]] == ["corrupt_image: it is not base64", "null_input", "null_input"]
+
+
+def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
+    with running(tiny_model, api_key="secret", allow_origin=("https://a.example",), max_queued_tokens=1) as server:
+        key = {"authorization": "Bearer secret"}
+        assert server.client.get("/health").status_code == 200
+        for path in ("/metrics", "/info", "/openapi.json"):
+            assert server.client.get(path).status_code == 401
+            assert server.client.get(path, headers={"authorization": "Bearer other"}).status_code == 401
+            assert server.client.get(path, headers=key).status_code == 200
+        preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        allowed = server.client.options("/predict", headers=preflight)
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        preflight["origin"] = "https://b.example"
+        assert "access-control-allow-origin" not in server.client.options("/predict", headers=preflight).headers
+        server.service.model.batcher.queued_tokens = 1
+        full = server.post("/predict", {"inputs": "a"}, headers=key)
+        assert (full.status_code, full.json()["error_type"], full.headers["retry-after"]) == (429, "Overloaded", "1")
+        server.service.model.batcher.queued_tokens = 0
+
+
+def test_models_that_write_are_refused(tiny_gpt2: Path) -> None:
+    with pytest.raises(
+        tl.errors.UsageError, match="writes texts, which serve does not. Use `transformers serve` or vLLM"
+    ):
+        tl.serving.app(tiny_gpt2)
+
+
+def test_an_app_is_mounted_in_another_one(tiny_model: Path) -> None:
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+
+    parent = FastAPI()
+    parent.mount("/model", tl.serving.app(tiny_model))
+    client = TestClient(parent)
+    assert client.get("/model/health").status_code == 200
+    answer: httpx.Response = client.post("/model/invocations", json={"instances": ["good film"]})  # type: ignore[assignment]
+    assert answer.json()["predictions"][0]["error"] is None
