@@ -115,8 +115,8 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
 @_command(
     "predict runs/reviews/model reviews.parquet scored/",
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
-    "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
-    "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
+    "key columns all_probabilities token_counts embedding prefix max_error_rate overwrite format mode incremental "
+    "commit_id partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
     "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop seed chat profile",
     o.PredictFlags,
 )
@@ -163,7 +163,8 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE}",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference report key slices no_texts label_hints "
+    f"overwrite {ENGINE}",
     o.EvaluateFlags,
 )
 def evaluate(

@@ -255,6 +255,7 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
             *([pa.field("row_id", pa.string())] if settings.key is None else []),
             *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
             *(column.with_name(settings.prefix + column.name) for column in predicted),
+            *([pa.field(f"{settings.prefix}tokens", pa.int32())] if settings.token_counts else []),
             pa.field("truncated", pa.bool_()),
             pa.field("error", pa.string()),
         ]
