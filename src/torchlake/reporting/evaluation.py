@@ -40,14 +40,12 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
     tiles = [("rows", f"{facts['rows']:,}")]
     headline = list(facts["metrics"].items())[:3]
     tiles = [(name.replace("_", " "), _number(one["value"])) for name, one in headline] + tiles
-    cut = facts["truncated"]
-    tiles += [("truncated", f"{cut:.1%}")] if cut is not None else []
     lists = [
         (
             "full",
             title,
             "parts",
-            [("lines", [LOSSES.get(facts["kind"], "")]), ("cards", _cards(facts, rows, found[name]))],
+            [("lines", [LOSSES.get(facts["kind"], "")]), ("cards", cards_of(facts["kind"], rows, found[name]))],
         )
         for name, title in LISTED
         if found.get(name)
@@ -66,7 +64,9 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
         ("full", "Lengths and scores", "parts", _histograms(found.get("histograms", {}))),
         ("full", "How it was made", "rows", given({**made, "columns": made.get("columns", [])})),
     ]
-    failed = f"{facts['failed']:,} of {facts['rows']:,} rows are in no metric" if facts["failed"] else ""
+    failed = f"{facts['failed']:,} of {facts['rows']:,} rows are in no metric. " if facts["failed"] else ""
+    cut = facts["truncated"]
+    failed += f"{cut:.1%} of the rows are truncated: the model did not read their ends." if cut else ""
     frame = Frame(
         title=f"Evaluation of {facts['title']}",
         subtitle=f"{made['task']} on {made['table'] if isinstance(made['table'], str) else ', '.join(made['table'])}",
@@ -176,7 +176,7 @@ def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) 
         {
             "id": links[pair["label"], pair["predicted"]],
             "title": f"{pair['rows']:,} rows: {pair['label']} predicted as {pair['predicted']}",
-            "cards": _cards(facts, rows, pair["list"]),
+            "cards": cards_of(facts["kind"], rows, pair["list"]),
         }
         for pair in found["pairs"]
     ]
@@ -275,7 +275,7 @@ def _hints(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
     lines = [f"{found['rows']:,} labels to look at, by {found['by']}; the least likely first."]
     if "cleanlab" not in found["by"]:
         lines.append("With cleanlab (torchlake[hints]) they are chosen by confident learning.")
-    return [("lines", lines), ("cards", _cards(facts, rows, found["list"]))]
+    return [("lines", lines), ("cards", cards_of(facts["kind"], rows, found["list"]))]
 
 
 def _histograms(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -290,11 +290,12 @@ def _histograms(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [("figures", drawn), *tables] if drawn or tables else []
 
 
-def _cards(facts: Mapping[str, Any], rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
-    return [_card(facts, rows[place]) for place in places]
+def cards_of(kind: str, rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the facts and the texts of some rows, in the form that the page shows."""
+    return [_card(kind, rows[place]) for place in places]
 
 
-def _card(facts: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts and the texts of a row; spans and answers are marked in the text."""
     columns = list(row)
     shown = [(columns[0], str(row[columns[0]]), "")]
@@ -305,9 +306,7 @@ def _card(facts: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
             shown.append((name, _value(value), "bad" if wrong else ""))
     after = columns[columns.index("error") + 1 :] if "error" in columns else []
     hidden = ("label_quality", "label_issue", "suggested")
-    texts = [
-        (name, _marked(facts["kind"], row, row[name])) for name in after if name not in hidden and row[name] is not None
-    ]
+    texts = [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
     return {"facts": shown, "texts": texts}
 
 

@@ -142,11 +142,14 @@ def precision_recall(curves: Sequence[Mapping[str, Any]]) -> Draw:
     """Return scikit-learn's precision-recall curve of each of at most six labels."""
 
     def draw(axes: Any) -> None:
+        import numpy as np
         from sklearn.metrics import PrecisionRecallDisplay
 
         for at, curve in enumerate(curves[:6]):
-            shown = PrecisionRecallDisplay([p[1] for p in curve["points"]], [p[2] for p in curve["points"]])
-            shown.plot(ax=axes, color=COLORS[f"c{at}"], linestyle=DASHES[at], name=curve["label"].replace("$", r"\$"))
+            _, precision, recall = np.array(curve["points"]).T
+            PrecisionRecallDisplay(precision, recall).plot(ax=axes)
+            label = curve["label"].replace("$", r"\$")
+            axes.lines[-1].set(color=COLORS[f"c{at}"], linestyle=DASHES[at], label=label, alpha=1)
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02), aspect="auto")
         axes.legend(labelcolor=COLORS["ink"]).set_visible(len(curves) > 1)
 

@@ -15,7 +15,7 @@ from torchlake.evaluation.sections.rows import FIXED
 HINTS = ("label_quality", "label_issue")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JudgedRows:
     """Rows with a loss, without texts; `places` (N,) are their numbers in the file."""
 
@@ -24,7 +24,7 @@ class JudgedRows:
     labels: tuple[Any, ...]
     table: pa.Table
     places: np.ndarray
-    truncated: float | None
+    truncated: float | None = None
     "The share of all rows that were cut."
 
     def numbers(self, name: str) -> np.ndarray:
