@@ -29,15 +29,12 @@ from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import aligned
 from torchlake.evaluation.sections.judged import JudgedRows
 from torchlake.evaluation.sections.rows import FILE, finite
-from torchlake.evaluation.sections.sums import Group, groups_of
+from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.reporting.comparison import write_comparison
 from torchlake.runs import metrics_log
 from torchlake.tables.record import output_path
 
-RESAMPLES = 1000
-RESAMPLED_NUMBERS = 200_000_000
-"Rows drawn by all resamples together, where rows cannot be drawn as counts."
 LISTED = 50
 RUN_PAGE = "eval"
 "The folder in a run with the evaluation of its validation rows."
@@ -177,8 +174,8 @@ def _compared(
     values: dict[str, np.ndarray] = {}
     draws: dict[str, np.ndarray] = {}
     for group in groups_of(sides):
-        for metric, (value, drawn) in _drawn(group).items():
-            values[metric], draws[metric] = value, drawn
+        for metric, (value, some) in drawn(group).items():
+            values[metric], draws[metric] = value, some
     differences = []
     for metric, value in values.items():
         for at in range(1, len(sides)):
@@ -205,29 +202,6 @@ def _compared(
         about=_about(folders),
     )
     return comparison, lists
-
-
-def _drawn(group: Group) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return for each metric the values of the models (M,), and those of resamples (R, M)."""
-    generator, total = np.random.default_rng(0), int(group.counts.sum())
-    every_row = len(group.counts) == total
-    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // len(group.counts)))
-    share = group.counts / total
-
-    def estimate(weights: np.ndarray) -> list[dict[str, float]]:
-        return [group.finish(weights @ sums, total) for sums in group.sums]
-
-    def draw() -> np.ndarray:
-        if every_row:
-            return np.bincount(generator.integers(0, total, total), minlength=total)
-        return generator.multinomial(total, share)
-
-    whole = estimate(group.counts)
-    drawn = [estimate(draw()) for _ in range(resamples)]
-    return {
-        metric: (np.array([one[metric] for one in whole]), np.array([[one[metric] for one in some] for some in drawn]))
-        for metric in whole[0]
-    }
 
 
 def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, Any], dict[str, list[int]]]:

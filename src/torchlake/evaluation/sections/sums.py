@@ -9,6 +9,9 @@ from torchlake.evaluation.sections.classes import chances_of, positives
 from torchlake.evaluation.sections.judged import JudgedRows
 from torchlake.labels.predictions import THRESHOLD
 
+RESAMPLES = 1000
+RESAMPLED_NUMBERS = 200_000_000
+"Rows drawn by all resamples together, where rows cannot be drawn as counts."
 Finish = Callable[[np.ndarray, int], dict[str, float]]
 "The metrics of the sums (K,) over a number of rows."
 
@@ -22,6 +25,29 @@ class Group:
     sums: list[np.ndarray]
     "For each model, what a row adds: (M, K)."
     finish: Finish
+
+
+def drawn(group: Group) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return for each metric the values of the models (M,), and those of resamples (R, M)."""
+    generator, total = np.random.default_rng(0), int(group.counts.sum())
+    every_row = len(group.counts) == total
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // len(group.counts)))
+    share = group.counts / total
+
+    def estimate(weights: np.ndarray) -> list[dict[str, float]]:
+        return [group.finish(weights @ sums, total) for sums in group.sums]
+
+    def draw() -> np.ndarray:
+        if every_row:
+            return np.bincount(generator.integers(0, total, total), minlength=total)
+        return generator.multinomial(total, share)
+
+    whole = estimate(group.counts)
+    found = [estimate(draw()) for _ in range(resamples)]
+    return {
+        metric: (np.array([one[metric] for one in whole]), np.array([[one[metric] for one in some] for some in found]))
+        for metric in whole[0]
+    }
 
 
 def groups_of(sides: Sequence[JudgedRows]) -> Iterator[Group]:
