@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchlake.engines.ray import Ray
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
+    from torchlake.evaluation.compare import Comparison, compare
     from torchlake.evaluation.evaluate import Evaluation, evaluate
     from torchlake.exporting.export import export
     from torchlake.exporting.mlflow_model import log_model
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Comparison",
     "Diagnosis",
     "Engine",
     "Evaluation",
@@ -68,6 +70,7 @@ __all__ = [
     "Tuning",
     "Verification",
     "__version__",
+    "compare",
     "doctor",
     "errors",
     "evaluate",
@@ -93,6 +96,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Comparison": "evaluation.compare",
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
@@ -113,6 +117,7 @@ _MODULES = {
     "Trial": "tuning.study",
     "Tuning": "tuning.tune",
     "Verification": "tables.verification.verify",
+    "compare": "evaluation.compare",
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "export": "exporting.export",

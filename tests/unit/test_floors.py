@@ -25,7 +25,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 NEIGHBORS = {
     "__main__": {"cli"},
     "cli": {"__init__", "serving"},
-    "evaluation": {"preparation", "scoring"},
+    "evaluation": {"preparation", "reporting", "scoring"},
     "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation", "scoring"},

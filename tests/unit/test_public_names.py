@@ -10,6 +10,7 @@ import pytest
 import torchlake
 
 PUBLIC = {
+    "Comparison",
     "Diagnosis",
     "Engine",
     "Evaluation",
@@ -31,6 +32,7 @@ PUBLIC = {
     "Tuning",
     "Verification",
     "__version__",
+    "compare",
     "doctor",
     "errors",
     "evaluate",

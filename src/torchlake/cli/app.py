@@ -127,9 +127,9 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
 @_command(
     "predict runs/reviews/model reviews.parquet scored/",
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
-    "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
-    "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat {ENDPOINT} profile",
+    "key columns all_probabilities token_counts embedding prefix max_error_rate overwrite format mode incremental "
+    "commit_id partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process "
+    f"set batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat {ENDPOINT} profile",
     o.PredictFlags,
 )
 def predict(
@@ -177,7 +177,8 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE} {WRITING} chat",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference report key slices no_texts label_hints "
+    f"overwrite {ENGINE} {WRITING} chat",
     o.EvaluateFlags,
 )
 def evaluate(
@@ -187,6 +188,18 @@ def evaluate(
 ) -> Work:
     """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval."""
     return lambda: commands.evaluate(model, given.tables(table), given.engine, given.options)
+
+
+@_command("compare eval_a/ eval_b/", "table key report fail_if_worse by", o.CompareFlags)
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="A B...", help="Evaluations (evaluate --report), runs, or models with --table."),
+    ],
+    given: Given,
+) -> Work:
+    """Compare models over the same rows. Differences have intervals; rows won and lost are listed."""
+    return lambda: commands.compare(models, given.options)
 
 
 @_command(

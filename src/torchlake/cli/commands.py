@@ -278,7 +278,44 @@ def evaluate(model: str, table: str | list[str], engine: "Engine | None", option
         lines += grid(
             [["", *done.labels], *([label, *row] for label, row in zip(done.labels, done.confusion, strict=True))]
         )
+    if done.report is not None:
+        values["report"] = done.report
+        lines += ["", str(done.report / "eval.html")]
     return Outcome(values=values, lines=lines)
+
+
+def compare(models: Sequence[str], options: Mapping[str, Any]) -> Outcome:
+    """Compare models; with `fail_if_worse` the exit status is 1 if one is worse than the first."""
+    from torchlake.evaluation.compare import compare
+
+    own = {name: options[name] for name in ("table", "key", "report") if name in options}
+    metric, by = options.get("fail_if_worse"), options.get("by", 0.0)
+    if metric is None and "by" in options:
+        raise UsageError("--by is for --fail-if-worse: name a metric.")
+    done = compare(*models, **own)
+    worse = [] if metric is None else done.worse(metric, by)
+    rows = []
+    for one in done.differences:
+        numbers = (
+            f"{one.first:.4f}",
+            f"{one.value:.4f}",
+            f"{one.difference:+.4f}",
+            f"{one.low:+.4f} to {one.high:+.4f}",
+        )
+        rows.append([one.metric, one.model, *numbers])
+    lines = [f"{done.rows:,} rows; differences from {done.models[0]}", ""]
+    lines += grid([["metric", "model", "first", "this", "difference", "95 % interval"], *rows], left=(0, 1))
+    for pair in done.pairs:
+        test = f", McNemar's p {pair['p']:.4g}" if "p" in pair else ""
+        test += f", corrected (Holm) {pair['p_holm']:.4g}" if "p_holm" in pair else ""
+        lines.append(
+            f"{pair['model']}: {pair['agreement']:.1%} same predictions, {pair['won']:,} rows won, {pair['lost']:,} "
+            f"lost{test}"
+        )
+    lines += [f"worse: {one.metric} of {one.model} by {abs(one.difference):.4f}" for one in worse]
+    page = None if done.report is None else done.report / "compare.html"
+    values = {**done.to_json(), "page": page, "worse": [one.model for one in worse]}
+    return Outcome(values=values, lines=[*lines, *([] if page is None else [str(page)])], exit_code=1 if worse else 0)
 
 
 def optimize(model: str, sample: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:

@@ -20,7 +20,7 @@ import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
-from torchlake.config.options import LOGPROBS, Option, PredictOptions, types_of
+from torchlake.config.options import LOGPROBS, EvaluateOptions, Option, PredictOptions, types_of
 from torchlake.config.yaml import read_text
 from torchlake.errors import UsageError
 
@@ -139,6 +139,18 @@ class EvaluateFlags:
     ]
 
 
+class CompareFlags:
+    """Options of `compare`."""
+
+    table: Annotated[str, _input("TABLE", "Evaluate the models on this table first.")]
+    key: Annotated[str, _output("COLUMN", "Column of unique, non-null values that identify rows of --table.")]
+    report: Annotated[str, _output("FOLDER", "Write the page compare.html and compare.json there.")]
+    fail_if_worse: Annotated[
+        str, _output("METRIC", "Exit with 1 if this metric is worse than the first model's, with its whole interval.")
+    ]
+    by: Annotated[float, _output("X", "For --fail-if-worse: worse by more than X (default: 0).", min=0)]
+
+
 class PredictFlags:
     """Options of `predict`."""
 
@@ -241,7 +253,11 @@ class DemoFlags:
 
 def parameters(names: str, own: type) -> Iterator[inspect.Parameter]:
     """Return a parameter for each of the names, as typer reads it; a name that ends with "!" is required."""
-    known = {name: kind for each in (PredictOptions, SharedFlags, own) for name, kind in _declared(each).items()}
+    known = {
+        name: kind
+        for each in (PredictOptions, EvaluateOptions, SharedFlags, own)
+        for name, kind in _declared(each).items()
+    }
     for word in names.split():
         name = word.removesuffix("!")
         kind, option = get_args(known[name])

@@ -10,6 +10,7 @@ fields: `--where CONDITION`, with that help. The prose of the Python functions i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
@@ -193,9 +194,20 @@ class EndpointArguments(TypedDict, total=False):
 
 
 class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=False):
-    """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so."""
+    """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so.
+
+    `report` and what follows are those of a folder with the rows that were measured.
+    """
 
     chat: bool
+    report: Annotated[str | Path, _output("FOLDER", "Write rows.parquet, eval.json and the page eval.html there.")]
+    key: Annotated[str, _output("COLUMN", "Column of unique, non-null values that identify rows of the report.")]
+    slices: Annotated[
+        Sequence[str], _output("COLUMN", "Also measure the rows of each value of this column; repeatable.", "--slice")
+    ]
+    no_texts: Annotated[bool, _output(None, "Leave the input columns out of the report.")]
+    label_hints: Annotated[bool, _output(None, "List labels that may be wrong (with cleanlab, if installed).")]
+    overwrite: Annotated[bool, _output(None, "Replace the report of another model or table.")]
 
 
 class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointArguments, total=False):
@@ -225,6 +237,7 @@ class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointA
         _input("error|score", "Rows without text: report an error, or score as empty (default: error)."),
     ]
     all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
+    token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]
     embedding: Annotated[
         Literal["float32", "int8", "binary"],
         _output("float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."),

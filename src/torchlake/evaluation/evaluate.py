@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake import plugins
+from torchlake import atomic_io, plugins
 from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
@@ -32,9 +32,22 @@ from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
+from torchlake.evaluation.report import (
+    FACTS,
+    OF_REPORT,
+    ReportRequest,
+    evaluating,
+    provenance_of,
+    publish,
+    refuse_row_options,
+)
+from torchlake.evaluation.sections.hints import KINDS, hints_of, refuse_trained
+from torchlake.evaluation.sections.rows import FILE as ROWS
+from torchlake.evaluation.sections.rows import RowColumns, kind_of, scored_parts, stored_name, write_rows
 from torchlake.evaluation.writing import estimator
 from torchlake.jobs.options import refuse_unknown
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
+from torchlake.models.folders import model_hash
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
 from torchlake.scoring import predict as predicting
@@ -89,6 +102,8 @@ class Evaluation:
     "Bootstrap resamples behind each interval."
     tokens: int | None = None
     "Tokens that a language model predicted; None for a task with labels."
+    report: Path | None = None
+    "The folder of the page, if it was asked for."
 
     def _shown(self) -> Shown:
         rows = [(name, one.value, f"{one.low:.4f} to {one.high:.4f}") for name, one in self.metrics.items()]
@@ -104,6 +119,7 @@ class Evaluation:
         value = asdict(self)
         for metric in value["metrics"].values():
             metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
+        del value["report"]
         return {**value, "labels": list(self.labels)}
 
 
@@ -134,6 +150,11 @@ def evaluate(
     or `inputs` names their columns, chosen and rejected (`preferences.py`), relative to the `reference` that it learned
     with, or to another.
 
+    `report` is a folder for `rows.parquet` (each row with its label, prediction and loss), `eval.json` and the page
+    `eval.html`. `key` is a column of unique values that names its rows, `no_texts` leaves out the input columns,
+    `slices` are columns whose values are measured each by itself, `label_hints` lists labels that may be wrong, and
+    `overwrite` replaces the report of another model or table.
+
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
     missing column, and the errors of `predict`.
     """
@@ -144,62 +165,158 @@ def evaluate(
         )
     refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
-    own, reading = model_folder(model), read_options(read)
+    writing = {name: value for name, value in options.items() if name not in (*read, *OF_REPORT, "report")}
+    own, reading, request = model_folder(model), read_options(read), ReportRequest.of(options)
     if is_frame(table):
         reading.refuse_for_frames()
     spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
     writes = plugins.load("tasks", spec.task).generates and bool(label or spec.label)
-    if not writes and (given := sorted(options.keys() - read.keys())):
+    if not writes and (given := sorted(writing)):
         raise UsageError(f"{', '.join(given)}: for a model that writes what is measured; name a label, its answers.")
     refuse_unable(runtime, spec.task)
+    job = _Measuring(model, own, table, task, engine, runtime, reading, read)
+    columns = {"text": text, "text_pair": text_pair, "inputs": inputs}
+    if request is not None and request.label_hints:
+        refuse_trained(own, table)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
-        spec = with_columns(spec, own, text=text, inputs=inputs)
-        options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
-        with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-            score = partial(predicting.predict, model, **options_of)
-            found = measure_pairs(
-                score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
-            )
-        return _of_pairs(*found)
+        return _of_vectors(job, spec, columns, label, request)
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
-        return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading))
+        found = measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading)
+        return _described(job, pairs, _of_pairs(*found), request)
     if reference is not None:
         raise UsageError("reference: only pairs of answers (inputs chosen and rejected) are measured relative to one.")
-    spec = with_columns(spec, own, text=text, text_pair=text_pair, inputs=inputs)
+    spec = with_columns(spec, own, **columns)
     if writes:
         named = {"text": text, "inputs": inputs, "task": task, "engine": engine, "runtime": runtime}
-        return _of_written(model, table, replace(spec, label=label or spec.label), named, options, reading)
+        spec = replace(spec, label=label or spec.label)
+        return _described(job, spec, _of_written(model, table, spec, named, {**read, **writing}, reading), request)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
         if not plugins.load("tasks", spec.task).packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
-        return _of_texts(model, table, spec, engine, runtime, reading)
+        return _described(job, spec, _of_texts(model, table, spec, engine, runtime, reading), request)
     spec = replace(spec, label=label or spec.label)
+    if request is not None:
+        with evaluating(request, job.identity(spec)) as work:
+            return _reported(job, spec, request, work / "scored")
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-        predict = partial(
-            predicting.predict,
-            model,
+        if is_frame(table):
+            frame = to_arrow(table)
+            labels, reasons = _frame_labels(frame, spec)
+            scored = job.predict(spec, frame.select(list(spec.input_columns)))
+        else:
+            labels, reasons = job.score(spec, output := Path(folder, "scored"))
+            scored = _read_scored(committed_files(output), spec)
+    return _measure(scored, labels, reasons, spec)
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """What is measured, and how."""
+
+    model: str | Path
+    folder: Path
+    table: Any
+    task: Any
+    engine: Engine | None
+    runtime: Runtime | None
+    options: ReadOptions
+    read: dict[str, Any]
+
+    def predict(self, spec: TaskSpec, *arguments: Any, **more: Any) -> Any:
+        """Score a frame, or a stored table into an output, with all probabilities."""
+        return predicting.predict(
+            self.model,
+            *arguments,
             text=spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
             inputs=spec.inputs,
             all_probabilities=True,
             prefix=PREFIX,
-            engine=engine,
-            runtime=runtime,
-            max_error_rate=1.0,  # failed rows are counted here; a table without usable rows is refused below
+            engine=self.engine,
+            runtime=self.runtime,
+            max_error_rate=1.0,  # failed rows are counted; a table without usable rows is refused
+            **more,
         )
-        if is_frame(table):
-            frame = to_arrow(table)
-            labels, reasons = _frame_labels(frame, spec)
-            scored = predict(frame.select(list(spec.input_columns)))
-        else:
-            output = Path(folder, "scored")
-            with spooled(table, output) as stored:
-                labels, reasons = _stored_labels(stored, spec, reading, (engine or Local()).spread)
-                predict(stored, output, **read)
-            scored = _read_scored(committed_files(output), spec)
-    return _measure(scored, labels, reasons, spec)
+
+    def score(self, spec: TaskSpec, output: Path, **more: Any) -> tuple[pa.ChunkedArray, dict[int, str]]:
+        """Score the table into `output`; return its labels, and the reasons of unreadable ones."""
+        with spooled(self.table, output) as stored:
+            labels = _stored_labels(stored, spec, self.options, (self.engine or Local()).spread)
+            self.predict(spec, stored, output, **self.read, **more)
+        return labels
+
+    def identity(self, spec: TaskSpec) -> dict[str, Any]:
+        """Return what an evaluation's folder belongs to."""
+        return {"model": model_hash(self.folder), "table": self.named, "label": spec.label}
+
+    @property
+    def named(self) -> Any:
+        """The table as the caller names it."""
+        if isinstance(self.table, list | tuple):
+            return [str(one) for one in self.table]
+        return str(self.table) if isinstance(self.table, str | Path) else f"a {type(self.table).__name__} in memory"
+
+    def made(self, spec: TaskSpec) -> dict[str, Any]:
+        """Return how the evaluation is made."""
+        return {
+            "model": str(self.folder),
+            "model_sha256": model_hash(self.folder),
+            "task": spec.task,
+            "table": self.named,
+            **({} if spec.label is None else {"label": spec.label}),
+            "columns": list(spec.input_columns),
+            **{name: str(value) for name, value in self.read.items() if value is not None},
+        }
+
+
+def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: Path) -> Evaluation:
+    """Measure a table with labels and write the report; `output` keeps the scored rows until it is complete."""
+    inputs = () if request.no_texts else tuple(name for name in spec.input_columns if name != request.key)
+    columns = RowColumns(key=request.key, label=spec.label, prefix=PREFIX, slices=request.slices, inputs=inputs)
+    kind, kept = kind_of(spec), [str(spec.label), *columns.copied.values()]
+    if request.label_hints and kind not in KINDS:
+        raise UsageError(f"label_hints: labels are judged of classes, one or several; {spec.task} predicts {kind}.")
+    labels, reasons = job.score(
+        spec, output, columns=list(dict.fromkeys(kept)), key=request.key, token_counts=True, overwrite=request.overwrite
+    )
+    files = committed_files(output)
+    scored = _read_scored(files, spec)
+    found, by = _measure(scored, labels, reasons, spec), None
+    if request.label_hints:
+        by, hints = hints_of(scored, labels, spec, kind, PREFIX)
+        columns = replace(columns, hints=hints)
+    atomic_io.remove([request.folder / FACTS])
+    write_rows(request.folder / ROWS, scored_parts(files), columns, spec)
+    made = {**job.made(spec), **provenance_of(output)}
+    names = [stored_name(name) for name in request.slices]
+    identity = job.identity(spec)
+    publish(request.folder, found.to_json(), kind=kind, identity=identity, made=made, slices=names, hints=by)
+    return replace(found, report=request.folder)
+
+
+def _described(job: _Measuring, spec: TaskSpec, found: Evaluation, request: ReportRequest | None) -> Evaluation:
+    """Write a report without rows, of a task that is measured on other things than rows."""
+    if request is None:
+        return found
+    refuse_row_options(request, spec.task)
+    with evaluating(request, job.identity(spec)):
+        publish(request.folder, found.to_json(), kind="other", identity=job.identity(spec), made=job.made(spec))
+    return replace(found, report=request.folder)
+
+
+def _of_vectors(
+    job: _Measuring, spec: TaskSpec, columns: dict[str, Any], label: str | None, request: ReportRequest | None
+) -> Evaluation:
+    spec = with_columns(spec, job.folder, text=columns["text"], inputs=columns["inputs"])
+    options = {"task": job.task, "engine": job.engine, "runtime": job.runtime, "prefix": PREFIX, "max_error_rate": 1.0}
+    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+        score, pair = partial(predicting.predict, job.model, **options), columns["text_pair"]
+        found = measure_pairs(
+            score, job.table, Path(folder), text=spec.text, text_pair=pair, label=label, read=job.read
+        )
+    return _described(job, spec, _of_pairs(*found), request)
 
 
 def _of_written(

@@ -1,4 +1,4 @@
-"""`report`: write the facts of a run to report.html (by `page.py`) and report.json, without secrets.
+"""`report`: write the facts of a run to report.html (by `run.py`) and report.json, without secrets.
 
 A report can be written while the run is training. It takes one pass over metrics.jsonl.
 """
@@ -19,14 +19,14 @@ from torchlake.models.folders import ADAPTER_TENSORS, WEIGHTS
 from torchlake.preparation import summary
 from torchlake.redaction import redacted
 from torchlake.reporting.doctor import doctor
-from torchlake.reporting.page import Point, render, render_folds
+from torchlake.reporting.run import Point, render, render_folds
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import FOLDS, WRITTEN
 from torchlake.tables.record import local_output
 
 log = logging.getLogger(__name__)
 
-CURVE_POINTS = 120
+CURVE_POINTS = 200
 WARNINGS_SHOWN = 20
 
 
@@ -103,6 +103,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
             "validations": validations,
             "texts": _written(folder),
+            "evaluation": "eval/eval.html" if (folder / "eval" / "eval.json").is_file() else None,
             "checkpoints": [{key: entry[key] for key in ("step", "bytes", "world_size")} for entry in checkpoints],
             "warnings": _warnings(folder / "logs"),
             "machine": {**found["machine"], **found["devices"]},

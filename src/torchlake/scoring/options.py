@@ -447,6 +447,7 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "columns": list(settings.keep),
         "prefix": settings.prefix,
         "all_probabilities": settings.all_probabilities,
+        **({"token_counts": True} if settings.token_counts else {}),
         **({} if settings.embedding == "float32" else {"embedding": settings.embedding}),
         **({} if settings.products is None else {"products": dict(settings.products)}),
         **({} if not settings.ranges else {"ranges": [list(each) for each in settings.ranges]}),

@@ -143,7 +143,8 @@ def predict(
     Columns: `text` is the text column, or several that are joined as in training, `text_pair` the column of the second
     text of a pair, and `inputs` the columns of the task's other inputs by name (defaults: as in training); `key` a
     column of unique values without nulls, copied instead of a generated `row_id`; `columns` are further columns to
-    copy; `prefix` is put before the names of the prediction columns; `all_probabilities` adds a column per class.
+    copy; `prefix` is put before the names of the prediction columns; `all_probabilities` adds a column per class,
+    `token_counts` one with the tokens of each row.
     `embedding` is the form of vectors: "float32", "int8" (256 steps of ranges that are found on a sample and recorded)
     or "binary" (signs, 8 in a byte).
 

@@ -66,6 +66,8 @@ class ScoringSettings:
     prefix: str = ""
     "Prefix of the names of the prediction columns."
     all_probabilities: bool = False
+    token_counts: bool = False
+    "Whether the output has the number of tokens of each row."
     embedding: str = "float32"
     "The form of vectors: float32, int8 or binary."
     ranges: tuple[tuple[float, ...], ...] = ()

@@ -362,6 +362,11 @@ class Scorer:
         position[work.rows] = position[same]
         table = columns.take(from_numpy(position, null=position < 0))
         table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
+        if self.settings.token_counts:
+            tokens = np.full(work.count, -1, dtype=np.int32)
+            tokens[work.rows] = work.features.lengths
+            counts = from_numpy(tokens, null=tokens < 0)
+            table = table.append_column(pa.field(f"{self.settings.prefix}tokens", pa.int32()), counts)
         truncated = np.zeros(work.count, dtype=bool)
         truncated[work.rows] = work.features.cut > 0
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))

@@ -268,6 +268,7 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
             *([NUMBER] if settings.explode else []),
             *(kept if settings.key is None else kept[1:]),
             *(column.with_name(settings.prefix + column.name) for column in predicted),
+            *([pa.field(f"{settings.prefix}tokens", pa.int32())] if settings.token_counts else []),
             pa.field("truncated", pa.bool_()),
             pa.field("error", pa.string()),
         ]

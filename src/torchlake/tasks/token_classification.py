@@ -99,7 +99,7 @@ class TokenClassification(WindowedTask):
         known = {_spans.label_of(str(tag))[1] for tag in spec.labels}
         for row, labels in enumerate(array.to_pylist()):
             try:
-                spans = [] if labels is None else _spans_of(labels, spec)
+                spans = [] if labels is None else true_spans(labels, spec)
             except ValueError as error:
                 bad[row] = f"bad_label: {error}"
                 continue
@@ -158,7 +158,7 @@ class TokenClassification(WindowedTask):
                 continue
             part = slice(starts.offsets[row], starts.offsets[row + 1])
             deciding = np.flatnonzero(starts.values[part] >= 0)
-            tags = _spans.tags_of(_spans_of(given, spec), starts.values[part][deciding], ends.values[part][deciding])
+            tags = _spans.tags_of(true_spans(given, spec), starts.values[part][deciding], ends.values[part][deciding])
             targets[part][deciding] = [numbers[tag] for tag in tags]
         offsets = pa.array(starts.offsets, pa.int32())
         return replace(made, errors=errors), pa.ListArray.from_arrays(offsets, pa.array(targets))
@@ -214,7 +214,7 @@ class TokenClassification(WindowedTask):
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return precision, recall and F1 of the spans."""
         found = [[(span["start"], span["end"], span["label"]) for span in row] for row in scored["spans"].to_pylist()]
-        return _spans.agreement([_spans_of(row, spec) for row in labels.to_pylist()], found)
+        return _spans.agreement([true_spans(row, spec) for row in labels.to_pylist()], found)
 
 
 def _tag(tag: Any, spec: TaskSpec) -> str:
@@ -230,7 +230,7 @@ def _tag(tag: Any, spec: TaskSpec) -> str:
     return str(names[tag])
 
 
-def _spans_of(labels: Sequence[Any], spec: TaskSpec) -> list[_spans.Span]:
+def true_spans(labels: Sequence[Any], spec: TaskSpec) -> list[_spans.Span]:
     """Return the spans of one row's labels. Raises ValueError for an invalid span or tag."""
     if labels and isinstance(labels[0], dict):
         return _spans.row_spans(labels)

@@ -230,7 +230,8 @@ def _validate(
     requested."""
     averaged, (rows, prompts) = settings.job.train.ema is not None, validating
     with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
-        outcome = validate(state, rows, stop_requested)
+        answers_of_rows: list[np.ndarray] = []
+        outcome = validate(state, rows, stop_requested, answers_of_rows)
         if outcome is not None and prompts is not None:
             with state.restart_on_out_of_memory(rows, "writing for a validation"):
                 answers = write_answers(state, prompts, stop_requested)
@@ -239,6 +240,9 @@ def _validate(
                 store_texts(Path(settings.run), progress.step, answers[1])
         if outcome is not None:
             saving.save_if_best(settings, state, progress, outcome, writer)
+            is_best = progress.best is not None and progress.best["step"] == progress.step
+            if is_best and answers_of_rows and state.group.rank == 0:
+                saving.store_answers(settings, outcome, rows.numbers, answers_of_rows[0])
             if averaged:
                 writer.hold_updates()  # the exchange back is one
     return outcome

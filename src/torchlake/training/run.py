@@ -134,8 +134,10 @@ def train_run(
                 "stopped_by": done["stopped_by"],
             }
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
+    from torchlake.evaluation import held_out
     from torchlake.reporting import report
 
+    held_out.write_page(folder, wanted, spec, result, engine.spread)
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchlake import atomic_io, plugins
@@ -22,6 +23,7 @@ from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
+from torchlake.evaluation import held_out
 from torchlake.metrics import lower_is_better
 from torchlake.models.adapters import quantized
 from torchlake.models.adapters.base import write_base
@@ -86,6 +88,14 @@ def save_if_best(
     draft = format.best_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state))
     background = settings.job.train.checkpoint_in_background
     writer.begin(draft, {format.MODEL: state.model_shard()}, background=background, metrics=outcome)
+
+
+def store_answers(settings: RankSettings, outcome: metrics_log.Line, numbers: np.ndarray, answers: np.ndarray) -> None:
+    """Store the answers of the best validation, for the page of its rows, if they are one number or one per class."""
+    if not held_out.has_page(settings.spec) or answers.ndim != 2:
+        return
+    with fenced(settings):
+        held_out.store(Path(settings.run), outcome, numbers, answers)
 
 
 def model_exporter(

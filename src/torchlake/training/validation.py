@@ -18,9 +18,13 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]
 "Outputs of this rank's batches: positions (B,) in the rows, and what the task keeps of them, (B, ...)."
 
 
-def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
+def validate(
+    state: TrainState, rows: Rows, stop_requested: Callable[[], bool], kept: list[np.ndarray] | None = None
+) -> metrics_log.Line | None:
     """Return the loss and the task's metrics over `rows`, each row once over all ranks; None if a rank was asked to
     stop.
+
+    The answers of all rows are added to `kept`.
 
     When memory runs out, it starts again with smaller micro-batches.
     """
@@ -50,6 +54,8 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
     if outputs is None:
         return found
     answers = task.answers(outputs, state.spec)
+    if kept is not None:
+        kept.append(answers)
     wanted = None if targets is None else task.collate_targets(targets, rows.numbers, state.spec)
     found |= task.metrics(answers, wanted, state.spec)
     return found

@@ -315,12 +315,8 @@ def test_pairs_of_a_prompt_stay_on_one_side() -> None:
     assert not set(prompts[training]) & set(prompts[held_out])
 
 
-@pytest.mark.parametrize(
-    "data", [{"system": "Be brief."}, {"messages": {"role": "by", "content": "said"}}], ids=str
-)
-def test_settings_of_conversations_are_refused_beside_strings(
-    tmp_path: Path, base: Path, data: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("data", [{"system": "Be brief."}, {"messages": {"role": "by", "content": "said"}}], ids=str)
+def test_settings_of_conversations_are_refused_beside_strings(tmp_path: Path, base: Path, data: dict[str, Any]) -> None:
     """They would change nothing."""
     job = sections(tmp_path / "job", base)
     job["data"] |= data

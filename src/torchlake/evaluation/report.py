@@ -1,0 +1,139 @@
+"""The folder of an evaluation: rows.parquet, eval.html and, last, eval.json.
+
+eval.json makes the others valid: it is removed before they are replaced and has the hash of rows.parquet. Until the
+folder is complete, the scored rows are a table of `predict` in `.evaluating`, so a killed evaluation scores only what
+is missing. The folder belongs to one model and table.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io
+from torchlake.errors import FingerprintError, OutputError, UsageError
+from torchlake.evaluation.sections.facts import sections_of
+from torchlake.evaluation.sections.judged import read_judged
+from torchlake.evaluation.sections.rows import FILE, finite
+from torchlake.outputs.staging.folders import remove_leased
+from torchlake.redaction import redacted
+from torchlake.reporting.evaluation import write_page
+from torchlake.storage.lease import acquire
+from torchlake.tables.record import output_path, read_commit
+
+FACTS, PAGE, STAGING = "eval.json", "eval.html", ".evaluating"
+LEASE_S = 60.0
+OF_REPORT = ("key", "slices", "no_texts", "label_hints", "overwrite")
+"Arguments of `evaluate` that need a report."
+LIBRARIES = ("torchlake", "torch", "transformers", "numpy", "pyarrow", "scikit-learn", "scipy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """What is asked for with `report`."""
+
+    folder: Path
+    key: str | None = None
+    slices: tuple[str, ...] = ()
+    no_texts: bool = False
+    label_hints: bool = False
+    overwrite: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "ReportRequest | None":
+        """Return the request in the arguments of `evaluate`. Raises UsageError for options without a folder."""
+        if given.get("report") is None:
+            if alone := [name for name in OF_REPORT if given.get(name)]:
+                raise UsageError(f"{', '.join(alone)}: for a report; name its folder with report (--report FOLDER).")
+            return None
+        slices = given.get("slices") or ()
+        slices = (slices,) if isinstance(slices, str) else tuple(slices)
+        own = {name: given[name] for name in OF_REPORT if name != "slices" and given.get(name) is not None}
+        return cls(folder=output_path(given["report"]), slices=slices, **own)
+
+
+def refuse_row_options(request: ReportRequest, task: str) -> None:
+    """Raise UsageError for options about rows, if the task is not measured row by row."""
+    if given := [name for name in OF_REPORT if name not in ("no_texts", "overwrite") and getattr(request, name)]:
+        raise UsageError(f"{', '.join(given)}: {task} is not measured row by row, so its report has no rows.")
+
+
+def provenance_of(scored: Path) -> dict[str, Any]:
+    """Return where and how a scored table was made, from its record."""
+    found = read_commit(scored).get("provenance", {})
+    return {name: found[name] for name in ("engine", "runtime", "cpu", "input", "seconds") if name in found}
+
+
+@contextmanager
+def evaluating(request: ReportRequest, identity: Mapping[str, Any]) -> Iterator[Path]:
+    """Become the only writer of the folder and yield a folder for scored rows, removed when the block succeeds.
+
+    Raises FingerprintError if the folder belongs to another evaluation, OutputError if it has other files.
+    """
+    folder = request.folder
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is a file; name a folder for the report.")
+    stored = folder / FACTS
+    strange = [one for one in folder.iterdir() if not one.name.startswith((FILE, PAGE, "."))] if folder.is_dir() else []
+    if strange and not stored.is_file():
+        raise OutputError(f"{folder}: has other files, such as {strange[0].name}; name an empty or new folder.")
+    if stored.is_file() and not request.overwrite:
+        before = atomic_io.read_json(stored).get("identity", {})
+        if changed := [name for name, value in identity.items() if before.get(name) != value]:
+            raise FingerprintError(
+                f"{folder}: has the evaluation of another {', '.join(changed)}. Name another folder, or replace "
+                "it with overwrite (--overwrite)."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / STAGING
+    lease = acquire(staging, LEASE_S, name=str(folder))
+    try:
+        if request.overwrite:
+            shutil.rmtree(staging / "scored", ignore_errors=True)
+        yield staging
+    except BaseException:
+        lease.release()
+        raise
+    remove_leased(staging, lease)
+
+
+def publish(
+    folder: Path,
+    evaluation: Mapping[str, Any],
+    *,
+    kind: str,
+    identity: Mapping[str, Any],
+    made: Mapping[str, Any],
+    slices: Sequence[str] = (),
+    hints: str | None = None,
+) -> dict[str, Any]:
+    """Write eval.html and eval.json beside rows.parquet (if there is one); return the values of eval.json."""
+    rows = folder / FILE
+    sections: dict[str, Any] = {}
+    truncated = None
+    if rows.is_file():
+        judged = read_judged(rows, kind, evaluation["labels"], slices, hints=hints is not None)
+        sections, truncated = sections_of(judged, slices, hints), judged.truncated
+    facts: dict[str, Any] = finite(
+        redacted(
+            {
+                "format": 1,
+                "title": made["model"],
+                "written": datetime.now(UTC).isoformat(timespec="seconds"),
+                "kind": kind,
+                "identity": dict(identity),
+                **evaluation,
+                "truncated": truncated,
+                "sections": sections,
+                "made": {**made, "versions": {name: version(name) for name in LIBRARIES}},
+                "files": {FILE: atomic_io.size_and_sha256(rows)} if rows.is_file() else {},
+            }
+        )
+    )
+    write_page(folder, facts)
+    atomic_io.write_json(folder / FACTS, facts, site="evaluation.facts")
+    return facts

@@ -1,0 +1,91 @@
+"""Labels to look at: rows whose label the model contradicts, by confident learning (cleanlab), called with
+probabilities only.
+
+Without cleanlab rows are ranked by the probability of their label, which is most of the effect. Hints are worth
+something only on rows that the model was not trained on: `refuse_trained` looks at the run that the model is from.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import plugins
+from torchlake.config.job import load_job
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import UsageError
+from torchlake.evaluation.sections.rows import chances_of_rows, targets_of
+from torchlake.labels.encoding import label_array
+from torchlake.tables.arrays import from_numpy
+
+KINDS = ("classes", "labels")
+Columns = Mapping[str, np.ndarray | pa.Array]
+
+
+def refuse_trained(model: Path, tables: Any) -> None:
+    """Raise UsageError if a table is the one that the model was trained on."""
+    job_file = model.resolve().parent / "job.yaml"
+    if not job_file.is_file() or not isinstance(tables, str | Path | list | tuple):
+        return
+    given = {os.path.realpath(one) for one in ([tables] if isinstance(tables, str | Path) else tables)}
+    trained = load_job(job_file).data.train
+    stored = {os.path.realpath(one) for one in ([trained] if isinstance(trained, str) else trained or [])}
+    if both := sorted(given & stored):
+        raise UsageError(
+            f"label_hints: {both[0]} is the table that {model} was trained on, and hints on rows that were trained on "
+            "are worthless: the model has learned their labels. Train with --folds 5: the page of each fold "
+            "(fold_1/eval/eval.html and so on) has the hints for rows that this fold did not train on."
+        )
+
+
+def hints_of(
+    scored: pa.Table, labels: pa.ChunkedArray, spec: TaskSpec, kind: str, prefix: str
+) -> tuple[str, dict[str, pa.Array]]:
+    """Return how labels were judged, and the columns of `label_hints` for all rows, null where a row failed."""
+    known, task = labels.combine_chunks(), plugins.load("tasks", spec.task)
+    usable = pc.and_(scored["error"].combine_chunks().is_null(), task.encode_labels(known, spec).is_valid())
+    plain = scored.rename_columns([name.removeprefix(prefix) for name in scored.column_names])
+    how, columns = label_hints(plain.filter(usable), known.filter(usable), spec, kind)
+    mask = usable.to_numpy(zero_copy_only=False)
+    place = np.where(mask, np.cumsum(mask) - 1, -1)
+    places = from_numpy(place, null=place < 0)
+    arrays = {name: one if isinstance(one, pa.Array) else pa.array(one) for name, one in columns.items()}
+    return how, {name: array.take(places) for name, array in arrays.items()}
+
+
+def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return how labels were judged, and of each row `label_quality` (0 to 1), `label_issue` and `suggested`.
+
+    `predicted` has all probabilities; every row has a label.
+    """
+    chances, targets = chances_of_rows(predicted, spec), targets_of(labels, spec)
+    classes = label_array(spec)
+    if kind == "classes":
+        own, suggested = chances[np.arange(len(targets)), targets], classes.take(pa.array(chances.argmax(axis=1)))
+        wrong = chances.argmax(axis=1) != targets
+    else:
+        positive = targets.reshape(len(chances), -1) > 0
+        own = np.where(positive, chances, 1 - chances).min(axis=1)
+        wrong, suggested = ((chances >= 0.5) != positive).any(axis=1), predicted["label"].combine_chunks()
+    if find_spec("cleanlab") is None or len(targets) < 2:
+        return "the probability of the label", {"label_quality": own, "label_issue": wrong, "suggested": suggested}
+    if kind == "classes":
+        from cleanlab.filter import find_label_issues
+        from cleanlab.rank import get_label_quality_scores
+
+        issue, quality = find_label_issues(targets, chances), get_label_quality_scores(targets, chances)
+    else:
+        from cleanlab.filter import find_label_issues
+        from cleanlab.multilabel_classification import get_label_quality_scores
+
+        lists = [np.flatnonzero(row).tolist() for row in positive]
+        issue = find_label_issues(lists, chances, multi_label=True)
+        quality = get_label_quality_scores(lists, chances)
+    how = f"confident learning (cleanlab {version('cleanlab')})"
+    return how, {"label_quality": quality, "label_issue": issue, "suggested": suggested}

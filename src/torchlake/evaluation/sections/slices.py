@@ -1,0 +1,96 @@
+"""Slices, the worst and the least sure rows, and histograms, of every kind of prediction.
+
+Shares have Wilson's interval, means one by Student's t; both are scipy's.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.evaluation.sections.judged import JudgedRows, listed
+
+WORST, PICKED = 50, 20
+SLICE_VALUES, SLICES_SHOWN, SMALL_SLICE = 50, 30, 30
+BINS = 20
+
+
+def by_slice(rows: JudgedRows, names: Sequence[str]) -> dict[str, Any]:
+    """Return the slices that lose the most rows (of numbers: loss), compared with the average; and how many there
+    are."""
+    right, losses = rows.right, rows.numbers("loss")
+    masks: list[tuple[str, str, np.ndarray]] = []
+    for name in names:
+        column = rows.table[name].combine_chunks().cast(pa.string())
+        counts = sorted(pc.value_counts(column).to_pylist(), key=lambda one: (-one["counts"], str(one["values"])))
+        for value in (one["values"] for one in counts[:SLICE_VALUES]):
+            same = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+            masks.append((name, "null" if value is None else value, same.to_numpy(zero_copy_only=False)))
+    tokens = rows.numbers("tokens")
+    if not np.isnan(tokens).any():
+        edges = np.unique(np.quantile(tokens, (0, 0.25, 0.5, 0.75, 1)).round())
+        for low, high in pairwise(edges.tolist()):
+            inside = (tokens > low if low > edges[0] else tokens >= low) & (tokens <= high)
+            masks.append(("length", f"{low + (low > edges[0]):,.0f} to {high:,.0f} tokens", inside))
+    cut = rows.numbers("truncated") > 0
+    masks += [("truncated", word, same) for word, same in (("yes", cut), ("no", ~cut))] if cut.any() else []
+    values = losses if right is None else right.astype(np.float64)
+    sign = 1 if right is None else -1
+    found = [
+        {"slice": name, "value": value, **interval(values[same], right is not None)}
+        | {"lost": float(sign * (values[same].mean() - values.mean()) * same.sum())}
+        for name, value, same in masks
+        if 0 < same.sum() < len(same)
+    ]
+    found.sort(key=lambda entry: -entry["lost"])
+    unit = "mean loss" if right is None else "share right"
+    return {"looked_at": len(found), "unit": unit, "slices": found[:SLICES_SHOWN]} if found else {}
+
+
+def interval(values: np.ndarray, is_share: bool) -> dict[str, Any]:
+    """Return the mean of some rows with its 95 % interval."""
+    from scipy.stats import binomtest, sem, t
+
+    rows, mean = len(values), float(values.mean())
+    if is_share:
+        low, high = binomtest(round(values.sum()), rows).proportion_ci(method="wilson")
+    else:
+        spread = float(sem(values)) if rows > 1 else 0.0
+        low, high = t.interval(0.95, rows - 1, mean, spread) if spread else (mean, mean)
+    return {"rows": rows, "mean": mean, "low": float(low), "high": float(high), "small": rows < SMALL_SLICE}
+
+
+def pick(rows: JudgedRows) -> dict[str, Any]:
+    """Return the rows with the highest loss, wrong ones with the highest score, and those with the lowest score."""
+    losses, score, right = rows.numbers("loss"), np.nan_to_num(rows.numbers("score"), nan=-1), rows.right
+    found = {"worst": _first(-losses, WORST, losses > 0)}
+    if right is not None and (score >= 0).any():
+        found["surest_wrong"] = _first(-score, PICKED, ~right & (score >= 0))
+        found["least_sure"] = _first(score, PICKED, score >= 0)
+    return {name: listed(rows, some) for name, some in found.items()}
+
+
+def hinted(rows: JudgedRows) -> dict[str, Any]:
+    """Return the number of labels to look at, and the first rows of them, the lowest quality first."""
+    issue = rows.numbers("label_issue") > 0
+    return {"rows": int(issue.sum()), "list": listed(rows, _first(rows.numbers("label_quality"), WORST, issue))}
+
+
+def _first(order: np.ndarray, most: int, among: np.ndarray) -> np.ndarray:
+    some = np.flatnonzero(among)
+    if len(some) > most:
+        bound = np.partition(order[some], most - 1)[most - 1]
+        some = some[order[some] <= bound]
+    return some[np.argsort(order[some], kind="stable")[:most]]
+
+
+def histogram(values: np.ndarray) -> list[list[float]]:
+    """Return [from, to, rows] of at most 20 bins; empty if there is nothing to see."""
+    known = values[np.isfinite(values)]
+    if len(known) < 2 or known.min() == known.max():
+        return []
+    counts, edges = np.histogram(known, BINS)
+    return [[float(a), float(b), int(n)] for (a, b), n in zip(pairwise(edges), counts, strict=True)]

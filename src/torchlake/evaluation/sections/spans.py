@@ -1,0 +1,102 @@
+"""Sections of spans and of answers."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchlake.evaluation.sections.classes import MATRIX_CLASSES, scores
+from torchlake.evaluation.sections.judged import JudgedRows, listed
+from torchlake.evaluation.sections.slices import interval
+
+RESAMPLES = 200
+CELL_ROWS = 10
+MISSED, SPURIOUS = "missed", "spurious"
+Span = tuple[int, int, str]
+
+
+def entities(rows: JudgedRows) -> dict[str, Any]:
+    """Return each type's exact and partial matches with scores, and the confusions, also with nothing.
+
+    An exact match has the right start, end and label; a partial one overlaps a true span of its label.
+    """
+    pairs = [
+        ([_span(one) for one in true], [_span(one) for one in found])
+        for true, found in zip(rows.table["label"].to_pylist(), rows.table["prediction"].to_pylist(), strict=True)
+    ]
+    names = sorted({label for pair in pairs for spans in pair for _, _, label in spans})
+    if not names:
+        return {}
+    number = {name: at for at, name in enumerate(names)}
+    counts = np.zeros((len(pairs), len(names), 4), dtype=np.float32)
+    cells: dict[tuple[str, str], Counter[int]] = {}
+    for row, (true, found) in enumerate(pairs):
+        exact = set(true) & set(found)
+        for group, kind in ((true, 0), (found, 1), (exact, 2)):
+            for _, _, label in group:
+                counts[row, number[label], kind] += 1
+        for span in set(found) - exact:
+            counts[row, number[span[2]], 3] += any(_overlap(span, one) and span[2] == one[2] for one in true)
+        for label, predicted in _confused(set(true) - exact, set(found) - exact):
+            cells.setdefault((label, predicted), Counter())[row] += 1
+    generator = np.random.default_rng(0)
+    drawn = np.stack(
+        [
+            np.tensordot(
+                np.bincount(generator.integers(0, len(pairs), len(pairs)), minlength=len(pairs)), counts, axes=1
+            )
+            for _ in range(RESAMPLES)
+        ]
+    )
+    whole = counts.sum(axis=0)
+    table = scores(names, [whole[None, :, at] for at in range(3)], [drawn[..., at] for at in range(3)])
+    for entry in table:
+        entry["partial"] = int(whole[number[entry["label"]], 3])
+    most = sorted(cells.items(), key=lambda cell: (-cell[1].total(), cell[0]))[:MATRIX_CLASSES]
+    listing = [
+        {
+            "label": label,
+            "predicted": predicted,
+            "rows": found.total(),
+            "list": listed(rows, np.array([row for row, _ in found.most_common(CELL_ROWS)])),
+        }
+        for (label, predicted), found in most
+    ]
+    return {"types": table, "pairs": listing}
+
+
+def _span(span: Mapping[str, Any]) -> Span:
+    return span["start"], span["end"], span["label"]
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _confused(missed: set[Span], spurious: set[Span]) -> list[tuple[str, str]]:
+    """Pair each wrong span with one that it overlaps and that has another label; what remains pairs with nothing."""
+    pairs, left = [], sorted(spurious)
+    for span in sorted(missed):
+        other = next((one for one in left if _overlap(one, span) and one[2] != span[2]), None)
+        pairs.append((span[2], MISSED if other is None else other[2]))
+        if other is not None:
+            left.remove(other)
+    return pairs + [(SPURIOUS, label) for _, _, label in left]
+
+
+def answerable(rows: JudgedRows) -> list[dict[str, Any]]:
+    """Return the share of exact answers and the mean F1 of questions with and without an answer."""
+    without = np.array([not _has_answer(label) for label in rows.table["label"].to_pylist()])
+    right, losses = rows.right, rows.numbers("loss")
+    assert right is not None, "answers are right or wrong"
+    return [
+        {"kind": kind, **interval(right[some].astype(float), is_share=True), "f1": float(1 - losses[some].mean())}
+        for kind, some in (("with an answer", ~without), ("without an answer", without))
+        if some.any()
+    ]
+
+
+def _has_answer(label: Mapping[str, Any]) -> bool:
+    texts: str | Sequence[str] | None = label["text"]
+    return bool(texts if isinstance(texts, str) else [text for text in texts or [] if text])

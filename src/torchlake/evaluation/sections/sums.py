@@ -1,0 +1,154 @@
+"""Metrics as functions of sums over rows: a bootstrap needs only weights of rows, or of groups of equal ones."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchlake.evaluation.sections.classes import chances_of, positives
+from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.labels.predictions import THRESHOLD
+
+RESAMPLES = 1000
+RESAMPLED_NUMBERS = 200_000_000
+"Rows drawn by all resamples together, where rows cannot be drawn as counts."
+Finish = Callable[[np.ndarray, int], dict[str, float]]
+"The metrics of the sums (K,) over a number of rows."
+
+
+@dataclass(frozen=True)
+class Group:
+    """Metrics that are computed from the same sums."""
+
+    counts: np.ndarray
+    "(M,) rows that are drawn together."
+    sums: list[np.ndarray]
+    "For each model, what a row adds: (M, K)."
+    finish: Finish
+
+
+def drawn(group: Group) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return for each metric the values of the models (M,), and those of resamples (R, M)."""
+    generator, total = np.random.default_rng(0), int(group.counts.sum())
+    every_row = len(group.counts) == total
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // len(group.counts)))
+    share = group.counts / total
+
+    def estimate(weights: np.ndarray) -> list[dict[str, float]]:
+        return [group.finish(weights @ sums, total) for sums in group.sums]
+
+    def draw() -> np.ndarray:
+        if every_row:
+            return np.bincount(generator.integers(0, total, total), minlength=total)
+        return generator.multinomial(total, share)
+
+    whole = estimate(group.counts)
+    found = [estimate(draw()) for _ in range(resamples)]
+    return {
+        metric: (np.array([one[metric] for one in whole]), np.array([[one[metric] for one in some] for some in found]))
+        for metric in whole[0]
+    }
+
+
+def groups_of(sides: Sequence[JudgedRows]) -> Iterator[Group]:
+    """Yield the metrics of models over the same rows."""
+    kind, rows = sides[0].kind, len(sides[0].table)
+    every = np.ones(rows, dtype=np.int64)
+    if kind == "classes":
+        yield _of_classes(sides)
+    elif kind == "labels":
+        classes = len(sides[0].labels)
+        yield Group(every, [_label_sums(side) for side in sides], lambda sums, n: _label_metrics(sums, n, classes))
+    elif kind == "spans":
+        yield Group(every, [_span_sums(side) for side in sides], _span_metrics)
+    elif kind in ("answers", "texts"):
+        yield Group(every, [np.stack([side.numbers("right")], axis=1) for side in sides], _exact)
+    losses = [side.numbers("loss") for side in sides]
+    yield Group(every, [np.stack([one, one**2], axis=1) for one in losses], FINISH_LOSS.get(kind, _loss))
+
+
+def _of_classes(sides: Sequence[JudgedRows]) -> Group:
+    """Return the counts of equal rows: those with the same label and the same predictions."""
+    classes = len(sides[0].labels)
+    codes = [_codes(sides[0], "label", sides[0].labels)]
+    codes += [_codes(side, "prediction", sides[0].labels) for side in sides]
+    cells, counts = np.unique(np.stack(codes, axis=1), axis=0, return_counts=True)
+    every = np.arange(classes)
+    true = (cells[:, :1] == every).astype(np.float64)
+    sums = []
+    for at in range(1, len(sides) + 1):
+        said = (cells[:, at : at + 1] == every).astype(np.float64)
+        sums.append(np.concatenate([true, said, true * said], axis=1))
+    return Group(counts, sums, lambda found, n: _class_metrics(found, n, classes))
+
+
+def _codes(side: JudgedRows, column: str, labels: Sequence[object]) -> np.ndarray:
+    """Return the classes of a column as numbers in `labels`, whose order may differ from that of the model."""
+    places = np.array([labels.index(label) for label in side.labels])
+    return np.asarray(places[side.codes(column)])
+
+
+def _class_metrics(sums: np.ndarray, rows: int, classes: int) -> dict[str, float]:
+    true, said, right = sums.reshape(3, classes)
+    some = true > 0
+    both = true + said
+    f1 = np.divide(2 * right, both, out=np.zeros(classes), where=both > 0)
+    return {
+        "accuracy": float(right.sum() / rows),
+        "balanced_accuracy": float((right[some] / true[some]).mean()),
+        "macro_f1": float(f1[both > 0].mean()),
+    }
+
+
+def _label_sums(side: JudgedRows) -> np.ndarray:
+    truth, said = positives(side), chances_of(side) >= THRESHOLD
+    right = side.numbers("right")[:, None]
+    return np.concatenate([truth, said, truth & said, right], axis=1).astype(np.float32)
+
+
+def _label_metrics(sums: np.ndarray, rows: int, classes: int) -> dict[str, float]:
+    true, said, right = sums[:-1].reshape(3, classes)
+    both = true + said
+    f1 = np.divide(2 * right, both, out=np.zeros(classes), where=both > 0)
+    total = both.sum()
+    return {
+        "micro_f1": float(2 * right.sum() / total) if total else 0.0,
+        "macro_f1": float(f1.mean()),
+        "subset_accuracy": float(sums[-1] / rows),
+    }
+
+
+def _span_sums(side: JudgedRows) -> np.ndarray:
+    """Return the true, the found and the right spans of each row."""
+    counts = []
+    pairs = zip(side.table["label"].to_pylist(), side.table["prediction"].to_pylist(), strict=True)
+    for spans in pairs:
+        true, found = ({(one["start"], one["end"], one["label"]) for one in some} for some in spans)
+        counts.append((len(true), len(found), len(true & found)))
+    return np.array(counts, dtype=np.float64)
+
+
+def _span_metrics(sums: np.ndarray, rows: int) -> dict[str, float]:
+    true, found, right = sums
+    return {
+        "precision": float(right / found) if found else 0.0,
+        "recall": float(right / true) if true else 0.0,
+        "f1": float(2 * right / (true + found)) if true + found else 0.0,
+    }
+
+
+def _exact(sums: np.ndarray, rows: int) -> dict[str, float]:
+    return {"exact_match": float(sums[0] / rows)}
+
+
+def _loss(sums: np.ndarray, rows: int) -> dict[str, float]:
+    return {"loss": float(sums[0] / rows)}
+
+
+FINISH_LOSS: dict[str, Finish] = {
+    "classes": lambda sums, rows: {"log_loss": float(sums[0] / rows)},
+    "number": lambda sums, rows: {"mae": float(sums[0] / rows), "rmse": float(np.sqrt(sums[1] / rows))},
+    "answers": lambda sums, rows: {"f1": float(1 - sums[0] / rows)},
+    "texts": lambda sums, rows: {"token_f1": float(1 - sums[0] / rows)},
+}
+"What the mean loss is called."

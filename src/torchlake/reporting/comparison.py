@@ -1,0 +1,120 @@
+"""The page of a comparison, compare.html: differences, tests, rows won and lost; of runs, settings and curves."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io
+from torchlake.redaction import redacted
+from torchlake.reporting import figures
+from torchlake.reporting.evaluation import Rows, cards_of, shown_rows
+from torchlake.reporting.page import Frame, Section, duration, render_page
+
+
+def write_comparison(
+    folder: Path, facts: Mapping[str, Any], lists: Sequence[Mapping[str, Any]], files: Sequence[Path]
+) -> None:
+    """Write compare.html and compare.json. `lists` has the numbers of rows in the first of the files of rows."""
+    wanted = [place for one in lists for word in ("won", "lost") for place in one[word]]
+    rows = shown_rows(files[0], wanted)
+    ids = {place: next(iter(row.values())) for place, row in rows.items()}
+    others = [_predictions(file, ids) for file in files[1:]]
+    facts = redacted({**facts, "written": datetime.now(UTC).isoformat(timespec="seconds")})
+    page = render_comparison(facts, rows, lists, others)
+    atomic_io.write_bytes(folder / "compare.html", page.encode(), site="comparison.page")
+    atomic_io.write_json(folder / "compare.json", facts, site="comparison.facts")
+
+
+def _predictions(file: Path, ids: Mapping[int, Any]) -> dict[int, Any]:
+    """Return another model's predictions of some rows, by their numbers in the first file."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as stored:
+        name = stored.schema_arrow.names[0]
+        wanted, found = {str(key): place for place, key in ids.items()}, {}
+        for batch in stored.iter_batches(columns=[name, "prediction"]):
+            for at, key in enumerate(batch[name].cast("string").to_pylist()):
+                if key in wanted:
+                    found[wanted[key]] = batch["prediction"][at].as_py()
+    return found
+
+
+def render_comparison(
+    facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]], others: Sequence[Mapping[int, Any]]
+) -> str:
+    """Return the page."""
+    about = facts["about"]
+    differences = [
+        {"metric": one["metric"], "model": one["model"], "first": f"{one['first']:.4f}", "value": f"{one['value']:.4f}"}
+        | {"difference": f"{one['difference']:+.4f}", "95 % interval": f"{one['low']:+.4f} to {one['high']:+.4f}"}
+        | {"verdict": verdict(one)}
+        for one in facts["differences"]
+    ]
+    sections: list[Section] = [
+        ("full", "Differences from the first model", "grid", differences),
+        ("full", "Rows", "parts", _pairs(facts["pairs"])),
+        ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
+        ("full", "Curves", "figures", _curves(about.get("curves", {}))),
+        *(
+            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], said))
+            for one, said in zip(lists, others, strict=True)
+            for word in ("won", "lost")
+        ),
+    ]
+    has_rows = any(one[word] for one in lists for word in ("won", "lost"))
+    if has_rows:
+        sections.insert(4, ("full", "Find rows", "filter", "Show only rows with these words:"))
+    spent = zip(facts["models"], about.get("seconds", []), strict=False)
+    seconds = [(f"in steps: {Path(model).name}", duration(some)) for model, some in spent]
+    frame = Frame(
+        title="Comparison of models",
+        subtitle=f"first: {facts['models'][0]}; compared with it: {', '.join(facts['models'][1:])}",
+        state=f"{facts['rows']:,} rows",
+        written=facts["written"],
+        tiles=[("rows", f"{facts['rows']:,}"), ("left out", f"{facts['left_out']:,}"), *seconds],
+        has_filter=has_rows,
+    )
+    return render_page(frame, sections)
+
+
+def verdict(one: Mapping[str, Any]) -> str:
+    """Return better, worse, or that the interval includes no difference."""
+    if one["low"] <= 0 <= one["high"]:
+        return "no difference shown"
+    return "better" if (one["low"] > 0) == (one["better"] == "higher") else "worse"
+
+
+def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    table = []
+    for pair in pairs:
+        entry = {"model": pair["model"], "same prediction": f"{pair['agreement']:.1%}"}
+        entry |= {"won": f"{pair['won']:,}", "lost": f"{pair['lost']:,}"}
+        entry |= {"McNemar's p": f"{pair['p']:.4g}"} if "p" in pair else {}
+        entry |= {"corrected (Holm)": f"{pair['p_holm']:.4g}"} if "p_holm" in pair else {}
+        table.append(entry)
+    return [
+        ("lines", ["Won: wrong in the first model, right in this one; of numbers, closer. Lost: the reverse."]),
+        ("grid", table),
+    ]
+
+
+def _settings(models: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [{"setting": name, **dict(zip(models, values, strict=True))} for name, values in settings.items()]
+
+
+def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | None]:
+    drawn = []
+    for name, series in curves.items():
+        ends = "; ".join(f"{Path(run).name} ends at {points[-1][1]:.4g}" for run, points in series.items())
+        title = name.replace("_", " ").capitalize()
+        named = {Path(run).name: points for run, points in series.items()}
+        drawn.append(figures.picture(title, ends, figures.lines(named, x="step", y="", smooth=True)))
+    return drawn
+
+
+def _cards(kind: str, rows: Rows, places: Sequence[int], said: Mapping[int, Any]) -> list[dict[str, Any]]:
+    shown = cards_of(kind, rows, places)
+    for card, place in zip(shown, places, strict=True):
+        card["facts"].append(("this model's prediction", str(said.get(place)), ""))
+    return shown

@@ -1,0 +1,346 @@
+"""The page of an evaluation, eval.html: what eval.json says, with the texts of a few rows of rows.parquet."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io
+from torchlake.reporting import figures
+from torchlake.reporting.page import Frame, Section, given, render_page
+
+CHARACTERS = 600
+"Of a text on the page; of a longer one the beginning, and the part around a span or an answer."
+LISTED = (("worst", "The worst rows"), ("surest_wrong", "The surest wrong rows"), ("least_sure", "The least sure rows"))
+LOSSES = {
+    "classes": "loss: the negative logarithm of the probability of the label",
+    "labels": "loss: the mean cross entropy of the labels",
+    "number": "loss: the absolute difference",
+    "spans": "loss: missed and spurious spans",
+    "answers": "loss: 1 - F1 of words",
+    "texts": "loss: 1 - F1 of words",
+}
+Rows = Mapping[int, Mapping[str, Any]]
+
+
+def write_page(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write eval.html into the folder of an evaluation."""
+    file = folder / "rows.parquet"
+    rows = shown_rows(file, _places(facts["sections"])) if file.is_file() else {}
+    atomic_io.write_bytes(folder / "eval.html", render_evaluation(facts, rows).encode(), site="evaluation.page")
+
+
+def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
+    """Return the page for the values of eval.json; `rows` are those of rows.parquet that it lists."""
+    found, made = facts["sections"], facts["made"]
+    left = facts["rows"] - facts["failed"]
+    tiles = [("rows", f"{facts['rows']:,}")]
+    headline = list(facts["metrics"].items())[:3]
+    tiles = [(name.replace("_", " "), _number(one["value"])) for name, one in headline] + tiles
+    lists = [
+        (
+            "full",
+            title,
+            "parts",
+            [("lines", [LOSSES.get(facts["kind"], "")]), ("cards", cards_of(facts["kind"], rows, found[name]))],
+        )
+        for name, title in LISTED
+        if found.get(name)
+    ]
+    sections: list[Section] = [
+        ("full", "Metrics", "parts", _metrics(facts)),
+        *_of_classes(facts, rows),
+        *_of_numbers(found),
+        ("full", "Calibration", "parts", _calibration(found.get("calibration"))),
+        ("full", "Threshold", "parts", _threshold(found.get("threshold", []))),
+        ("full", "If the least sure rows go to a person", "parts", _coverage(found.get("coverage", []))),
+        ("full", "By slice", "parts", _slices(found.get("slices"))),
+        *([("full", "Find rows", "filter", "Show only rows with these words:")] if lists else []),
+        *lists,
+        ("full", "Labels to look at", "parts", _hints(facts, rows)),
+        ("full", "Lengths and scores", "parts", _histograms(found.get("histograms", {}))),
+        ("full", "How it was made", "rows", given({**made, "columns": made.get("columns", [])})),
+    ]
+    failed = f"{facts['failed']:,} of {facts['rows']:,} rows are in no metric. " if facts["failed"] else ""
+    cut = facts["truncated"]
+    failed += f"{cut:.1%} of the rows are truncated: the model did not read their ends." if cut else ""
+    frame = Frame(
+        title=f"Evaluation of {facts['title']}",
+        subtitle=f"{made['task']} on {made['table'] if isinstance(made['table'], str) else ', '.join(made['table'])}",
+        state=f"{left:,} rows measured",
+        written=facts["written"],
+        tiles=tiles,
+        has_filter=bool(lists),
+        notes=[failed] if failed else [],
+    )
+    return render_page(frame, sections)
+
+
+def _places(found: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of all rows that the page lists."""
+    pairs = [pair for name in ("confusion", "confused", "entities") for pair in found.get(name, {}).get("pairs", [])]
+    lists = [found.get(name, []) for name, _ in LISTED] + [pair["list"] for pair in pairs]
+    return [place for places in [*lists, found.get("hints", {}).get("list", [])] for place in places]
+
+
+def shown_rows(path: Path, places: Iterable[int]) -> Rows:
+    """Return some rows of rows.parquet by number, without those columns that the page does not show."""
+    wanted, found, first = np.unique(np.array(list(places), dtype=np.int64)), dict[int, Any](), 0
+    with pq.ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if name != "probabilities"]
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            inside = wanted[(wanted >= first) & (wanted < first + rows)]
+            if len(inside):
+                some = file.read_row_group(group, columns=names).take(pa.array(inside - first))
+                found |= dict(zip(inside.tolist(), some.to_pylist(), strict=True))
+            first += rows
+    return found
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def _metrics(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    base = facts["sections"].get("baseline", {"metrics": {}})
+    table = []
+    for name, one in facts["metrics"].items():
+        entry = {"metric": name, "value": _number(one["value"]), "95 % interval": _range(one["low"], one["high"])}
+        if base["metrics"]:
+            entry["without a model"] = _number(base["metrics"].get(name))
+        table.append(entry)
+    lines = [f"Without a model: always {base['answer']}."] if base["metrics"] else []
+    reasons = [{"rows left out because of": reason, "rows": rows} for reason, rows in facts["errors"].items()]
+    return [("grid", table), ("lines", lines), ("grid", reasons)]
+
+
+def _scores(entries: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
+    rows = []
+    for entry in entries:
+        row = {what: entry["label"], "rows": entry["rows"], "predicted": entry["predicted"]}
+        row |= {"partial": entry["partial"]} if "partial" in entry else {}
+        for score in ("precision", "recall", "f1"):
+            value, low, high = entry[score]
+            row[score] = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        rows.append(row)
+    return rows
+
+
+def _of_classes(facts: Mapping[str, Any], rows: Rows) -> Iterable[Section]:
+    """Yield scores and confusions of classes, labels, entity types and answers."""
+    found = facts["sections"]
+    yield "full", "Per class", "grid", _scores(found.get("classes", []), "class")
+    yield "full", "Per label", "grid", _scores(found.get("labels", []), "label")
+    yield "full", "Per entity type", "grid", _scores(found.get("entities", {}).get("types", []), "type")
+    answers = [
+        {"questions": one["kind"], "rows": one["rows"], "exact": _number(one["mean"])}
+        | {"95 % interval": _range(one["low"], one["high"]), "mean f1": _number(one["f1"])}
+        for one in found.get("answerable", [])
+    ]
+    yield "full", "Questions with and without an answer", "grid", answers
+    for name, title in (("confusion", "Confusions"), ("confused", "Confused labels"), ("entities", "Confusions")):
+        one = found.get(name)
+        if one and (one["pairs"] or one.get("counts")):
+            yield "full", title, "parts", _confusions(facts, one, rows)
+
+
+def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
+    links = {(pair["label"], pair["predicted"]): f"cell-{at}" for at, pair in enumerate(found["pairs"])}
+    parts: list[tuple[str, Any]] = []
+    if found.get("counts"):
+        names, lines = found["labels"], []
+        for name, counts in zip(names, found["counts"], strict=True):
+            total = max(1, sum(counts))
+            cells = [
+                {
+                    "text": f"{count:,}",
+                    "shade": f"{count / total:.2f}",
+                    "link": links.get((name, other)) if count else None,
+                }
+                for other, count in zip(names, counts, strict=True)
+            ]
+            lines.append((name, cells))
+        parts.append(
+            ("lines", ["Each row is a true label; shades are shares of its rows. A number leads to its rows."])
+        )
+        parts.append(("matrix", {"labels": names, "rows": lines}))
+    cells = [
+        {
+            "id": links[pair["label"], pair["predicted"]],
+            "title": f"{pair['rows']:,} rows: {pair['label']} predicted as {pair['predicted']}",
+            "cards": cards_of(facts["kind"], rows, pair["list"]),
+        }
+        for pair in found["pairs"]
+    ]
+    return [*parts, ("cells", cells)]
+
+
+def _of_numbers(found: Mapping[str, Any]) -> Iterable[Section]:
+    one = found.get("residuals")
+    if not one:
+        return
+    table = [
+        {
+            "label": f"{band['from']:.4g} to {band['to']:.4g}",
+            "rows": band["rows"],
+            "mean prediction": band["prediction"],
+        }
+        | {"mean residual": band["residual"], "mean absolute difference": band["absolute"]}
+        for band in one["bands"]
+    ]
+    widths = [{"share of rows": f"{share:.0%}", "within": f"± {width:.4g}"} for share, width in one["widths"]]
+    seen = f"{len(one['points'])} rows, drawn at random; on the line predictions are true"
+    drawn = figures.picture("Predicted against true", seen, figures.predicted_against_true(one["points"]))
+    yield "full", "Predicted against true", "parts", [("figures", [drawn]), ("grid", table), ("grid", widths)]
+
+
+def _calibration(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    if not found:
+        return []
+    seen = f"expected calibration error {found['ece']:.4f}; below the dotted line the model is too sure"
+    drawn = figures.picture("Reliability", seen, figures.reliability(found["bins"]))
+    table = [
+        {"confidence": f"{one['from']:.2f} to {one['to']:.2f}", "rows": one["rows"]}
+        | {"mean confidence": _number(one["confidence"]), "share right": _number(one["right"])}
+        for one in found["bins"]
+    ]
+    return [("figures", [drawn]), _folded("The numbers", "grid", table)]
+
+
+def _folded(title: str, form: str, content: Any) -> tuple[str, Any]:
+    return "details", {"title": title, "form": form, "content": content}
+
+
+def _threshold(curves: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    if not curves:
+        return []
+    wanted = [
+        {"label": one["label"], "wanted precision": least, "threshold": _number(at)}
+        | {"precision": _number(precision), "recall": _number(recall)}
+        for one in curves
+        for least, at, precision, recall in one["wanted"]
+    ]
+    seen = ", ".join(f"average precision of {one['label']} {one['average_precision']:.3f}" for one in curves[:6])
+    drawn = figures.picture("Precision and recall", seen, figures.precision_recall(curves))
+    points = [
+        {"label": one["label"], "threshold": _number(at), "precision": _number(a), "recall": _number(b)}
+        for one in curves[:6]
+        for at, a, b in one["points"][:: max(1, len(one["points"]) // 12)]
+    ]
+    return [("figures", [drawn]), ("grid", wanted), _folded("Some points of the curve", "grid", points)]
+
+
+def _coverage(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    if not found:
+        return []
+    points = [(one["answered"], one["right"]) for one in found]
+    seen = f"{found[0]['right']:.1%} right if all are answered, {found[-1]['right']:.1%} of the surest quarter"
+    draw = figures.lines({"right": points}, x="share answered", y="share right")
+    table = [
+        {"answered": f"{one['answered']:.0%}", "rows": one["rows"], "share right": _number(one["right"])}
+        | {"with a score of at least": _number(one["score"])}
+        for one in found
+    ]
+    return [("figures", [figures.picture("Score against coverage", seen, draw)]), ("grid", table)]
+
+
+def _slices(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    if not found:
+        return []
+    table = [
+        {"slice": one["slice"], "value": one["value"], "rows": one["rows"], found["unit"]: _number(one["mean"])}
+        | {"95 % interval": _range(one["low"], one["high"]), "lost": f"{one['lost']:+.1f}"}
+        | {"": "few rows" if one["small"] else ""}
+        for one in found["slices"]
+    ]
+    lines = [
+        f"{found['looked_at']:,} slices were looked at, and some look bad by chance: these are proposals, not proof.",
+        "Lost: what a slice loses against the average of all rows.",
+    ]
+    return [("lines", lines), ("grid", table)]
+
+
+def _hints(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
+    found = facts["sections"].get("hints")
+    if not found:
+        return []
+    lines = [f"{found['rows']:,} labels to look at, by {found['by']}; the least likely first."]
+    if "cleanlab" not in found["by"]:
+        lines.append("With cleanlab (torchlake[hints]) they are chosen by confident learning.")
+    return [("lines", lines), ("cards", cards_of(facts["kind"], rows, found["list"]))]
+
+
+def _histograms(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    drawn, tables = [], []
+    for name, bins in found.items():
+        if bins:
+            most = max(bins, key=lambda one: one[2])
+            seen = f"most rows, {most[2]:,}, from {most[0]:.4g} to {most[1]:.4g}"
+            drawn.append(figures.picture(name.capitalize(), seen, figures.histogram(bins, name)))
+            table = [{name: f"{start:.4g} to {stop:.4g}", "rows": rows} for start, stop, rows in bins]
+            tables.append(_folded(f"The numbers of {name}", "grid", table))
+    return [("figures", drawn), *tables] if drawn or tables else []
+
+
+def cards_of(kind: str, rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the facts and the texts of some rows, in the form that the page shows."""
+    return [_card(kind, rows[place]) for place in places]
+
+
+def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts and the texts of a row; spans and answers are marked in the text."""
+    columns = list(row)
+    shown = [(columns[0], str(row[columns[0]]), "")]
+    for name in ("label", "prediction", "suggested", "probability", "score", "loss", "tokens", "truncated"):
+        value = row.get(name)
+        if value is not None and value is not False and not (name == "suggested" and value == row["label"]):
+            wrong = name == "prediction" and row.get("right") is False
+            shown.append((name, _value(value), "bad" if wrong else ""))
+    after = columns[columns.index("error") + 1 :] if "error" in columns else []
+    hidden = ("label_quality", "label_issue", "suggested")
+    texts = [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
+    return {"facts": shown, "texts": texts}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return str(value.get("text") or value.get("label") or "no answer")
+    if isinstance(value, list):
+        if value and isinstance(value[0], Mapping):
+            return ", ".join(f"{one['label']} {one['start']}-{one['end']}" for one in value)
+        return ", ".join(map(str, value)) or "no label"
+    return _short(str(value))
+
+
+def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bool]]:
+    """Return a text in pieces, each marked or not."""
+    text = value if isinstance(value, str) else str(value)
+    places: list[tuple[int, int]] = []
+    if kind == "spans" and isinstance(value, str):
+        places = sorted({(one["start"], one["end"]) for name in ("label", "prediction") for one in row[name] or []})
+    elif kind == "answers" and isinstance(row.get("prediction"), str) and row["prediction"]:
+        start = text.find(row["prediction"])
+        places = [(start, start + len(row["prediction"]))] if start >= 0 else []
+    if not places:
+        return [(_short(text), False)]
+    first = max(0, places[0][0] - CHARACTERS // 2)
+    pieces, at = [("... " if first else "", False)], first
+    for start, stop in places:
+        if start >= at and stop <= first + CHARACTERS:
+            pieces += [(text[at:start], False), (text[start:stop], True)]
+            at = stop
+    return [*pieces, (text[at : first + CHARACTERS] + ("..." if len(text) > first + CHARACTERS else ""), False)]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text):,} characters)"
