@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from torchlake import plugins
 from torchlake.engines import make_engine
 from torchlake.engines.local import Local
-from torchlake.errors import PortTaken, UsageError
+from torchlake.errors import PortTaken, TorchlakeError, UsageError
+from torchlake.logs import log_to_stderr
 from torchlake.models import folders
 from torchlake.models.load import load_spec
+from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 from torchlake.processes.interrupts import until_signal
+from torchlake.processes.serialization import pack, unpack
+from torchlake.redaction import redacted
 from torchlake.serving.asgi import Service, app, writes_text
 from torchlake.serving.options import ServeOptions
 
@@ -76,6 +80,9 @@ def connection_class(service: Service) -> type[HttpToolsProtocol]:
             if self.transport.is_closing():
                 return
             self._received += 0 if self._complete else len(data)
+            if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
+                # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
+                self._late = self.loop.call_later(options.read_timeout, self.transport.close)
             # A chunk that ends the headers may have a part of the body, too.
             if not self._complete and self._received > MAX_HEADERS + len(data):
                 self._too_large()
@@ -191,6 +198,7 @@ class ServerProcess(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: at a signal, or because the model hangs."""
+        self.service.ensure_watching()
         if self.service.hung is not None and not self.should_exit:
             self.status, self.should_exit, self.service.draining = HANGS, True, True
         return await super().on_tick(counter)
@@ -257,13 +265,28 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
     if options.host not in ("127.0.0.1", "::1", "localhost") and options.api_key is None:
         log.warning("%s: anyone who reaches this address can use the model; set TORCHLAKE_API_KEY", options.host)
     if options.processes > 1:
-        return _serve_several(options)
-    listener = listen(options.host, options.port, shared="TORCHLAKE_SERVE_SHARED" in os.environ)
+        return _serve_several(model, options, load_options)
+    return _serve_here(model, options, load_options)
+
+
+def _serve_here(model: str | Path, options: ServeOptions, load_options: dict[str, Any], *, shared: bool = False) -> int:
+    listener = listen(options.host, options.port, shared=shared)
     try:
-        application = app(model, options=options, **load_options)
-        return run(application, listener)
+        return run(app(model, options=options, **load_options), listener)
     finally:
         listener.close()
+
+
+def run_shared() -> None:
+    """Serve in this process, as one of several on a port; what to serve arrives on standard input."""
+    model, options, load_options, level = unpack(sys.stdin.buffer.read())
+    log_to_stderr(level)
+    try:
+        code = _serve_here(model, options, load_options, shared=True)
+    except TorchlakeError as error:
+        print(redacted(f"error: {error}"), file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
 
 
 def run(application: FastAPI, listener: socket.socket) -> int:
@@ -325,8 +348,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return made
 
 
-def _serve_several(options: ServeOptions) -> int:
-    """Run the same command in several processes on one port; start one again that ends by itself."""
+def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
+    """Serve in several processes on one port; start one again that ends by itself."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UsageError("processes: this system cannot share a port among processes; use 1")
     probe = listen(options.host, options.port)  # another server on this port would share it, too
@@ -344,12 +367,17 @@ def _serve_several(options: ServeOptions) -> int:
 
     before = {each: signal.signal(each, tell) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics:
-        given = {"TORCHLAKE_SERVE_SHARED": "1", "PROMETHEUS_MULTIPROC_DIR": metrics, "OMP_NUM_THREADS": str(threads)}
-        environment = {**os.environ, **given}
-        command = [sys.executable, "-m", "torchlake", *_words(port)]
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": metrics, **thread_variables(threads)}
+        command = [sys.executable, "-c", "from torchlake.serving.process import run_shared; run_shared()"]
+        level = logging.getLogger("torchlake").getEffectiveLevel()
+        told = pack(os.fspath(model), replace(options, port=port, processes=1), load_options, level)
 
         def start(number: int) -> None:
-            children[number] = subprocess.Popen(command, env=environment, start_new_session=True)
+            child = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE)
+            assert child.stdin is not None, "a pipe"
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(told)
+            children[number] = child
 
         try:
             for number in range(options.processes):
@@ -381,17 +409,6 @@ def _supervise(
             started[number] = time.monotonic()
             start(number)
         time.sleep(TICK_S)
-
-
-def _words(port: int) -> Sequence[str]:
-    """Return the words of this command for one of its processes."""
-    words = list(sys.argv[1:])
-    for at in reversed(range(len(words))):
-        if words[at] in ("--processes", "--port"):
-            del words[at : at + 2]
-        elif words[at].startswith(("--processes=", "--port=")):
-            del words[at]
-    return [*words, "--port", str(port)]
 
 
 def _allow_many_files() -> None:
