@@ -53,98 +53,96 @@ HANGS = 70
 TICK_S = 0.05
 
 
-def connection_class(service: Service) -> type[HttpToolsProtocol]:
-    """Return the protocol of the server's connections."""
-    options = service.options
-    most = 2 * options.max_requests
+class Connection(HttpToolsProtocol):
+    """An HTTP connection with limits on headers, on time, and on the number of connections."""
 
-    class Connection(HttpToolsProtocol):
-        """An HTTP connection with limits on headers, on time, and on the number of connections."""
+    def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
+        super().__init__(config, *rest, **named)
+        application: Any = config.app
+        self._options: ServeOptions = application.state.service.options
+        self._received, self._complete = 0, False
+        self._late: asyncio.TimerHandle | None = None
 
-        _received, _complete = 0, False
-        _late: asyncio.TimerHandle | None = None
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = 2 * self._options.max_requests
+        if len(self.connections) > most:
+            self._refuse(503, f"the server has {most:,} connections")
+        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                self._refuse(503, f"the server has {most:,} connections")
-            self._late = self.loop.call_later(options.read_timeout, self._slow)
+    def on_message_begin(self) -> None:
+        self._received, self._complete = 0, False
+        self._stop_waiting()
+        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
+        super().on_message_begin()
 
-        def on_message_begin(self) -> None:
-            self._received, self._complete = 0, False
-            self._stop_waiting()
-            self._late = self.loop.call_later(options.read_timeout, self._slow)
-            super().on_message_begin()
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._received += 0 if self._complete else len(data)
+        if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
+            # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
+            self._late = self.loop.call_later(self._options.read_timeout, self.transport.close)
+        # A chunk that ends the headers may have a part of the body, too.
+        if not self._complete and self._received > MAX_HEADERS + len(data):
+            self._too_large()
+        else:
+            super().data_received(data)
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            self._received += 0 if self._complete else len(data)
-            if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
-                # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
-                self._late = self.loop.call_later(options.read_timeout, self.transport.close)
-            # A chunk that ends the headers may have a part of the body, too.
-            if not self._complete and self._received > MAX_HEADERS + len(data):
-                self._too_large()
-            else:
-                super().data_received(data)
+    def on_headers_complete(self) -> None:
+        self._complete = True
+        self._stop_waiting()
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
+            self._too_large()
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
 
-        def on_headers_complete(self) -> None:
-            self._complete = True
-            self._stop_waiting()
-            if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
-                self._too_large()
-            elif not self.transport.is_closing():
-                super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
 
-        def on_body(self, body: bytes) -> None:
-            if not self.transport.is_closing():
-                super().on_body(body)
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
-        def on_message_complete(self) -> None:
-            if not self.transport.is_closing():
-                super().on_message_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
+    def _slow(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"the headers did not arrive within {self._options.read_timeout:g} seconds")
 
-        def _slow(self) -> None:
-            if not self.transport.is_closing():
-                self._refuse(408, f"the headers did not arrive within {options.read_timeout:g} seconds")
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
-        def _stop_waiting(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+    def _too_large(self) -> None:
+        self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
 
-        def _too_large(self) -> None:
-            self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
+    def _refuse(self, status: int, message: str) -> None:
+        body = b'{"error":"%s","error_type":"%s"}' % (
+            message.encode(),
+            b"Overloaded" if status == 503 else b"Validation",
+        )
+        names = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
+            status,
+            names[status],
+            len(body),
+        )
+        self.transport.write(head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body)
+        self.transport.close()
 
-        def _refuse(self, status: int, message: str) -> None:
-            body = b'{"error":"%s","error_type":"%s"}' % (
-                message.encode(),
-                b"Overloaded" if status == 503 else b"Validation",
-            )
-            names = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
-                status,
-                names[status],
-                len(body),
-            )
-            self.transport.write(head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body)
-            self.transport.close()
-
-        @property
-        def idle(self) -> bool:
-            """Whether no request is read or answered, and none has arrived in the socket."""
-            if (self.cycle is not None and not self.cycle.response_complete) or (self._received and not self._complete):
-                return False
-            poll = select.poll()
-            poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
-            return not poll.poll(0)
-
-    return Connection
+    @property
+    def idle(self) -> bool:
+        """Whether no request is read or answered, and none has arrived in the socket."""
+        if (self.cycle is not None and not self.cycle.response_complete) or (self._received and not self._complete):
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
 
 
 class ServerProcess(uvicorn.Server):
@@ -156,7 +154,7 @@ class ServerProcess(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http=connection_class(self.service),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -243,10 +241,10 @@ class ServerProcess(uvicorn.Server):
             server.close()
         for one in sockets:
             one.close()
-        loop, kind, state = asyncio.get_running_loop(), connection_class(self.service), self.lifespan.state
+        loop, state = asyncio.get_running_loop(), self.lifespan.state
         for each in waiting:
             each.setblocking(False)
-            await loop.connect_accepted_socket(lambda: kind(self.config, self.server_state, state), each)
+            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, state), each)
 
 
 def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None = None, **load_options: Any) -> int:
