@@ -125,7 +125,6 @@ VARIABLES = {
     "TORCHLAKE_TEST_CPU": "Limits torchlake to the features of a class of CPUs, for tests: `avx2`, `avx2_vnni`, "
     "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It never adds a feature.",
     "TORCHLAKE_LANE": _INTERNAL,
-    "TORCHLAKE_SERVE_SHARED": _INTERNAL,
     "TORCHLAKE_LOG": _INTERNAL,
     "TORCHLAKE_MASTER_FD": _INTERNAL,
 }

@@ -113,6 +113,11 @@ class Service:
         self.tasks_of_its_own.add(task := asyncio.get_running_loop().create_task(renew(self)))
         task.add_done_callback(self.tasks_of_its_own.discard)
 
+    def ensure_watching(self) -> None:
+        """Begin to watch the model, in the event loop that runs; calls after the first do nothing."""
+        if self.hung is None and (self.watching is None or self.watching.done()):
+            self.watching = asyncio.get_running_loop().create_task(self.watch())
+
     async def watch(self) -> None:
         """Give up batches that take too long; look for a new model."""
         from torchlake.serving.reload import watch_model
@@ -255,8 +260,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         service = self.service
-        if service.watching is None or service.watching.done():
-            service.watching = asyncio.create_task(service.watch()) if service.hung is None else None
+        service.ensure_watching()
         used = scope["torchlake"] = Exchange(service, service.model)
         path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
@@ -270,7 +274,7 @@ class Gate:
             self._admit(path, headers, used)
             if scope["method"] == "POST":
                 used.body = await _read(receive, headers, service.options)
-                watch = asyncio.create_task(_gone(receive, task))
+                watch = asyncio.create_task(_gone(receive, task, answer))
             await self.app(scope, _replay, answer.send)
         except _ClientGone:
             answer.status = 499
@@ -288,7 +292,7 @@ class Gate:
             if refused.status == 500:
                 logging.getLogger(__name__).exception("request %s", own.decode())
             if not answer.status:
-                answer.close = refused.status in (408, 413)
+                answer.close = refused.status == 408
                 await refusal(path, refused)(scope, receive, answer.send)
         finally:
             service.tasks.discard(task)
@@ -343,11 +347,12 @@ async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions
         raise Refused(408, f"the body did not arrive within {options.read_timeout:g} seconds") from None
 
 
-async def _gone(receive: Any, task: "asyncio.Task[Any]") -> None:
+async def _gone(receive: Any, task: "asyncio.Task[Any]", answer: "_Answer") -> None:
     """Cancel a request when its client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    task.cancel()
+    if not answer.complete:  # else this is how the server says that the answer was sent
+        task.cancel()
 
 
 async def _replay() -> dict[str, Any]:
@@ -360,7 +365,7 @@ class _Answer:
 
     def __init__(self, service: Service, used: Exchange, own: bytes, send: Any) -> None:
         self.service, self.used, self.own, self._send = service, used, own, send
-        self.status, self.kind, self.close = 0, "Validation", False
+        self.status, self.kind, self.close, self.complete = 0, "Validation", False, False
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -376,6 +381,8 @@ class _Answer:
             if self.service.draining or self.close:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
+        else:
+            self.complete = not message.get("more_body", False)
         await self._send(message)
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from torchlake import plugins
 from torchlake.engines import make_engine
 from torchlake.engines.local import Local
-from torchlake.errors import PortTaken, UsageError
+from torchlake.errors import PortTaken, TorchlakeError, UsageError
+from torchlake.logs import log_to_stderr
 from torchlake.models import folders
 from torchlake.models.load import load_spec
+from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 from torchlake.processes.interrupts import until_signal
+from torchlake.processes.serialization import pack, unpack
+from torchlake.redaction import redacted
 from torchlake.serving.asgi import Service, app, writes_text
 from torchlake.serving.options import ServeOptions
 
@@ -49,95 +53,96 @@ HANGS = 70
 TICK_S = 0.05
 
 
-def connection_class(service: Service) -> type[HttpToolsProtocol]:
-    """Return the protocol of the server's connections."""
-    options = service.options
-    most = 2 * options.max_requests
+class Connection(HttpToolsProtocol):
+    """An HTTP connection with limits on headers, on time, and on the number of connections."""
 
-    class Connection(HttpToolsProtocol):
-        """An HTTP connection with limits on headers, on time, and on the number of connections."""
+    def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
+        super().__init__(config, *rest, **named)
+        application: Any = config.app
+        self._options: ServeOptions = application.state.service.options
+        self._received, self._complete = 0, False
+        self._late: asyncio.TimerHandle | None = None
 
-        _received, _complete = 0, False
-        _late: asyncio.TimerHandle | None = None
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = 2 * self._options.max_requests
+        if len(self.connections) > most:
+            self._refuse(503, f"the server has {most:,} connections")
+        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                self._refuse(503, f"the server has {most:,} connections")
-            self._late = self.loop.call_later(options.read_timeout, self._slow)
+    def on_message_begin(self) -> None:
+        self._received, self._complete = 0, False
+        self._stop_waiting()
+        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
+        super().on_message_begin()
 
-        def on_message_begin(self) -> None:
-            self._received, self._complete = 0, False
-            self._stop_waiting()
-            self._late = self.loop.call_later(options.read_timeout, self._slow)
-            super().on_message_begin()
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._received += 0 if self._complete else len(data)
+        if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
+            # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
+            self._late = self.loop.call_later(self._options.read_timeout, self.transport.close)
+        # A chunk that ends the headers may have a part of the body, too.
+        if not self._complete and self._received > MAX_HEADERS + len(data):
+            self._too_large()
+        else:
+            super().data_received(data)
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            self._received += 0 if self._complete else len(data)
-            # A chunk that ends the headers may have a part of the body, too.
-            if not self._complete and self._received > MAX_HEADERS + len(data):
-                self._too_large()
-            else:
-                super().data_received(data)
+    def on_headers_complete(self) -> None:
+        self._complete = True
+        self._stop_waiting()
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
+            self._too_large()
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
 
-        def on_headers_complete(self) -> None:
-            self._complete = True
-            self._stop_waiting()
-            if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
-                self._too_large()
-            elif not self.transport.is_closing():
-                super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
 
-        def on_body(self, body: bytes) -> None:
-            if not self.transport.is_closing():
-                super().on_body(body)
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
-        def on_message_complete(self) -> None:
-            if not self.transport.is_closing():
-                super().on_message_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
+    def _slow(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"the headers did not arrive within {self._options.read_timeout:g} seconds")
 
-        def _slow(self) -> None:
-            if not self.transport.is_closing():
-                self._refuse(408, f"the headers did not arrive within {options.read_timeout:g} seconds")
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
-        def _stop_waiting(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+    def _too_large(self) -> None:
+        self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
 
-        def _too_large(self) -> None:
-            self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
+    def _refuse(self, status: int, message: str) -> None:
+        body = b'{"error":"%s","error_type":"%s"}' % (
+            message.encode(),
+            b"Overloaded" if status == 503 else b"Validation",
+        )
+        names = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
+            status,
+            names[status],
+            len(body),
+        )
+        self.transport.write(head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body)
+        self.transport.close()
 
-        def _refuse(self, status: int, message: str) -> None:
-            body = b'{"error":"%s","error_type":"%s"}' % (
-                message.encode(),
-                b"Overloaded" if status == 503 else b"Validation",
-            )
-            names = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
-                status,
-                names[status],
-                len(body),
-            )
-            self.transport.write(head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body)
-            self.transport.close()
-
-        @property
-        def idle(self) -> bool:
-            """Whether no request is read or answered, and none has arrived in the socket."""
-            if (self.cycle is not None and not self.cycle.response_complete) or (self._received and not self._complete):
-                return False
-            poll = select.poll()
-            poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
-            return not poll.poll(0)
-
-    return Connection
+    @property
+    def idle(self) -> bool:
+        """Whether no request is read or answered, and none has arrived in the socket."""
+        if (self.cycle is not None and not self.cycle.response_complete) or (self._received and not self._complete):
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
 
 
 class ServerProcess(uvicorn.Server):
@@ -149,7 +154,7 @@ class ServerProcess(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http=connection_class(self.service),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -191,6 +196,7 @@ class ServerProcess(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: at a signal, or because the model hangs."""
+        self.service.ensure_watching()
         if self.service.hung is not None and not self.should_exit:
             self.status, self.should_exit, self.service.draining = HANGS, True, True
         return await super().on_tick(counter)
@@ -235,10 +241,10 @@ class ServerProcess(uvicorn.Server):
             server.close()
         for one in sockets:
             one.close()
-        loop, kind, state = asyncio.get_running_loop(), connection_class(self.service), self.lifespan.state
+        loop, state = asyncio.get_running_loop(), self.lifespan.state
         for each in waiting:
             each.setblocking(False)
-            await loop.connect_accepted_socket(lambda: kind(self.config, self.server_state, state), each)
+            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, state), each)
 
 
 def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None = None, **load_options: Any) -> int:
@@ -257,13 +263,28 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
     if options.host not in ("127.0.0.1", "::1", "localhost") and options.api_key is None:
         log.warning("%s: anyone who reaches this address can use the model; set TORCHLAKE_API_KEY", options.host)
     if options.processes > 1:
-        return _serve_several(options)
-    listener = listen(options.host, options.port, shared="TORCHLAKE_SERVE_SHARED" in os.environ)
+        return _serve_several(model, options, load_options)
+    return _serve_here(model, options, load_options)
+
+
+def _serve_here(model: str | Path, options: ServeOptions, load_options: dict[str, Any], *, shared: bool = False) -> int:
+    listener = listen(options.host, options.port, shared=shared)
     try:
-        application = app(model, options=options, **load_options)
-        return run(application, listener)
+        return run(app(model, options=options, **load_options), listener)
     finally:
         listener.close()
+
+
+def run_shared() -> None:
+    """Serve in this process, as one of several on a port; what to serve arrives on standard input."""
+    model, options, load_options, level = unpack(sys.stdin.buffer.read())
+    log_to_stderr(level)
+    try:
+        code = _serve_here(model, options, load_options, shared=True)
+    except TorchlakeError as error:
+        print(redacted(f"error: {error}"), file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
 
 
 def run(application: FastAPI, listener: socket.socket) -> int:
@@ -325,8 +346,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return made
 
 
-def _serve_several(options: ServeOptions) -> int:
-    """Run the same command in several processes on one port; start one again that ends by itself."""
+def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
+    """Serve in several processes on one port; start one again that ends by itself."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UsageError("processes: this system cannot share a port among processes; use 1")
     probe = listen(options.host, options.port)  # another server on this port would share it, too
@@ -344,12 +365,17 @@ def _serve_several(options: ServeOptions) -> int:
 
     before = {each: signal.signal(each, tell) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics:
-        given = {"TORCHLAKE_SERVE_SHARED": "1", "PROMETHEUS_MULTIPROC_DIR": metrics, "OMP_NUM_THREADS": str(threads)}
-        environment = {**os.environ, **given}
-        command = [sys.executable, "-m", "torchlake", *_words(port)]
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": metrics, **thread_variables(threads)}
+        command = [sys.executable, "-c", "from torchlake.serving.process import run_shared; run_shared()"]
+        level = logging.getLogger("torchlake").getEffectiveLevel()
+        told = pack(os.fspath(model), replace(options, port=port, processes=1), load_options, level)
 
         def start(number: int) -> None:
-            children[number] = subprocess.Popen(command, env=environment, start_new_session=True)
+            child = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE)
+            assert child.stdin is not None, "a pipe"
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(told)
+            children[number] = child
 
         try:
             for number in range(options.processes):
@@ -381,17 +407,6 @@ def _supervise(
             started[number] = time.monotonic()
             start(number)
         time.sleep(TICK_S)
-
-
-def _words(port: int) -> Sequence[str]:
-    """Return the words of this command for one of its processes."""
-    words = list(sys.argv[1:])
-    for at in reversed(range(len(words))):
-        if words[at] in ("--processes", "--port"):
-            del words[at : at + 2]
-        elif words[at].startswith(("--processes=", "--port=")):
-            del words[at]
-    return [*words, "--port", str(port)]
 
 
 def _allow_many_files() -> None:

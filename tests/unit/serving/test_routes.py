@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import ViTForImageClassification
 
 import tiny
@@ -22,6 +24,7 @@ from torchlake.models.write import quiet
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
 SECRET = "unrepeatable"
+FIELDS = ["inputs", "instances", "dataframe_split", "columns", "data", "text", "texts", "query", "input", "parameters"]
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +293,33 @@ def image_classifier(folder: Path) -> Path:
     with quiet():
         ViTForImageClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
     return folder
+
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.none() | ANY_TEXT | st.sampled_from(TEXTS), max_size=12))
+def test_any_texts_have_the_answers_of_a_call(classes: Running, texts: list[str | None]) -> None:
+    body, headers = json.dumps({"inputs": texts}), {"content-type": "application/json"}
+    response = classes.client.post("/invocations", content=body, headers=headers)
+    assert near(response.json()["predictions"], classes.service.model(texts))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["/invocations", "/predict", "/embed", "/rerank", "/tokenize", "/", "/v1/embeddings"]),
+    body=JSON,
+)
+def test_any_json_is_answered_or_refused(classes: Running, path: str, body: Any) -> None:
+    response = classes.post(path, body)
+    assert response.status_code in (200, 400, 404, 413, 422, 424), response.text
+    assert isinstance(response.json(), dict | list)
 
 
 def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
