@@ -30,10 +30,6 @@ if cpu_class := os.environ.get("TORCHLAKE_TEST_CPU"):
     if cpu_class.startswith("avx2"):
         os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 sys.path.insert(0, str(Path(__file__).parent))
-# Every training writes pages. With their pictures and label hints the suite would take minutes more: tests of these have
-# the fixture `page_libraries`.
-HIDDEN = ("matplotlib", "cleanlab")
-sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]
 
 import hypothesis
 import pytest
@@ -44,6 +40,10 @@ import tiny
 from torchlake import plugins
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
 
+# Every training writes pages. With their pictures and label hints the suite would take minutes more: tests of these
+# have the fixture `page_libraries`.
+HIDDEN = ("matplotlib", "cleanlab")
+sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]
 # A shell without job control starts what runs in its background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
