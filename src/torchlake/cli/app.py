@@ -270,12 +270,13 @@ def export(
     return lambda: commands.export(model, folder, given["format"], given["pooling"])
 
 
-@_command("report runs/reviews")
+@_command("report runs/reviews", "watch serve port", o.ReportFlags)
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    given: Given,
 ) -> Work:
     """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine."""
-    return lambda: commands.report(run)
+    return lambda: commands.report(run, **given.some("watch serve port"))
 
 
 @_command("schema > torchlake.schema.json")

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -430,11 +431,21 @@ def export(model: str, folder: str, format: "Format", pooling: "Pooling | None")
     return Outcome(values={"path": path, "files": files}, lines=[f"{path}: {', '.join(files)}"])
 
 
-def report(run: str) -> Outcome:
-    """Write a run's report."""
+def report(run: str, *, watch: bool = False, serve: bool = False, port: int | None = None) -> Outcome:
+    """Write a run's report; with `watch` until the run is complete, with `serve` until Ctrl-C."""
+    from torchlake.reporting import live
     from torchlake.reporting.report import report
 
+    if port is not None and not serve:
+        raise UsageError("--port is for --serve.")
     path = report(run)
+    if serve:
+        with live.served(run, port or 0) as address:
+            log.warning("The report is at %s until Ctrl-C.", address)
+            live.watch(run)
+            threading.Event().wait()
+    if watch:
+        path = live.watch(run)
     return Outcome(values={"report": path}, lines=[str(path)])
 
 

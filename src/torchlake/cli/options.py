@@ -151,6 +151,14 @@ class CompareFlags:
     by: Annotated[float, _output("X", "For --fail-if-worse: worse by more than X (default: 0).", min=0)]
 
 
+class ReportFlags:
+    """Options of `report`."""
+
+    watch: Annotated[bool, _output(None, "Write the page again every 10 seconds until the run is complete.")]
+    serve: Annotated[bool, _output(None, "Show the page on 127.0.0.1 until Ctrl-C; implies --watch.")]
+    port: Annotated[int, _output("N", "Port of --serve (default: any that is free).", min=1, max=65535)]
+
+
 class PredictFlags:
     """Options of `predict`."""
 

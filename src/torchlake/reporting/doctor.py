@@ -59,6 +59,8 @@ OPTIONAL: dict[str, str | None] = {
     "gcsfs": "gcs",
     "adlfs": "azure",
     "datasets": "hub",
+    "matplotlib": "report",
+    "cleanlab": "hints",
     "optuna": "tune",
     "bitsandbytes": "8bit",
     "lion-pytorch": "lion",
