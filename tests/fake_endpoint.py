@@ -53,6 +53,8 @@ class FakeEndpoint:
     "Where redirects to another host lead."
     requests: list[Request] = field(default_factory=list)
     answered: int = 0
+    files: dict[str, bytes] = field(default_factory=dict)
+    batches: dict[str, dict[str, Any]] = field(default_factory=dict)
     most_open: int = 0
     port: int = 0
     _open: int = 0
@@ -85,6 +87,10 @@ class FakeEndpoint:
                 first, *lines = head.decode("latin-1").split("\r\n")
                 headers = {n.lower(): v for n, _, v in (line.partition(": ") for line in lines) if n}
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
+                path = first.split()[1]
+                if path.startswith(("/v1/files", "/v1/batches")):
+                    await self.send(writer, self.of_batches(path, content))
+                    continue
                 request = Request(time.monotonic(), first.split()[1], headers, json.loads(content))
                 self.requests.append(request)
                 number = len(self.requests)
@@ -101,6 +107,49 @@ class FakeEndpoint:
             pass
         finally:
             writer.close()
+
+    async def send(self, writer: asyncio.StreamWriter, content: bytes) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        await writer.drain()
+
+    def of_batches(self, path: str, content: bytes) -> bytes:
+        """Answer requests for files and batches; a batch has ended when it is looked at the second time."""
+        if path == "/v1/files":
+            start = content.index(b'{"custom_id"')
+            name = f"file-{len(self.files)}"
+            self.files[name] = content[start : content.rindex(b"}\n") + 2]
+            return json.dumps({"id": name}).encode()
+        if path.startswith("/v1/files/"):
+            return self.files[path.split("/")[3]]
+        if path == "/v1/batches":
+            name = f"batch-{len(self.batches)}"
+            self.batches[name] = {"id": name, "status": "validating", "input": json.loads(content)["input_file_id"]}
+            return json.dumps(self.batches[name]).encode()
+        batch = self.batches[path.split("/")[3]]
+        if batch["status"] == "validating":
+            batch["status"] = "in_progress"
+        elif batch["status"] == "in_progress":
+            self.end(batch)
+        return json.dumps(batch).encode()
+
+    def end(self, batch: dict[str, Any]) -> None:
+        lines, errors = [], []
+        for line in self.files[batch["input"]].splitlines():
+            one = json.loads(line)
+            request = Request(time.monotonic(), one["url"], {}, one["body"])
+            self.requests.append(request)
+            fault = self.fault(len(self.requests), json.dumps(one["body"])) or ""
+            if fault == "lost":
+                continue
+            status = int(fault) if fault.isdigit() else 200
+            body = {"error": {"message": f"fault {fault}"}} if status != 200 else self.value(request, fault)
+            response = {"status_code": status, "request_id": f"req-{len(self.requests)}", "body": body}
+            (lines if status == 200 else errors).append({"custom_id": one["custom_id"], "response": response})
+        for kind, some in (("output", lines), ("error", errors)):
+            if some:
+                self.files[f"{kind}-{batch['id']}"] = "".join(f"{json.dumps(one)}\n" for one in some[::-1]).encode()
+                batch[f"{kind}_file_id"] = f"{kind}-{batch['id']}"
+        batch["status"] = "completed"
 
     async def answer(self, writer: asyncio.StreamWriter, request: Request, fault: str | None, number: int) -> bool:
         """Send an answer; return whether the connection goes on."""

@@ -44,7 +44,7 @@ def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.stem for path in EXAMPLES.glob("*.py"))
     assert scripts == sorted(
-        [*FOR_TORCHRUN, "own_task", "ray_generation", "ray_pipeline", "torch_distributor", "vector_search"]
+        [*FOR_TORCHRUN, "endpoint", "own_task", "ray_generation", "ray_pipeline", "torch_distributor", "vector_search"]
     )
     for name in scripts:
         assert index.count(f"examples/{name}.py") == 1
@@ -176,6 +176,17 @@ def test_a_task_of_ones_own_survives_kills_and_beats_the_text_alone(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_an_endpoint_labels_a_table_in_two_goes(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["endpoint", str(table), str(tmp_path / "labeled"), "--rows", "100"])
+    runpy.run_path(str(EXAMPLES / "endpoint.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "stopped: max_tokens_total=1,200 is reached" in printed
+    assert "100 rows, 0 failed" in printed
+
+
 def test_a_vector_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -> None:
     """A table too small for an approximate index: both find the same passages."""
     model = tiny.build_embedder(tmp_path / "model")

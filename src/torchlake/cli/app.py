@@ -32,7 +32,7 @@ WRITING = (
 )
 ENDPOINT = (
     "endpoint model_name key_env api request_options concurrency requests_per_minute tokens_per_minute max_retries "
-    "price max_cost max_tokens_total insecure_endpoint"
+    "price max_cost max_tokens_total batch_api insecure_endpoint"
 )
 
 app = typer.Typer(

@@ -190,6 +190,9 @@ class EndpointArguments(TypedDict, total=False):
     ]
     max_cost: Annotated[float | None, _endpoint("COST", "Stop before the job costs more; see --price.", min=0)]
     max_tokens_total: Annotated[int | None, _endpoint("N", "Stop before the job takes more tokens.", min=1)]
+    batch_api: Annotated[
+        bool, _endpoint(None, "Ask by files and batches, within a day, at half the price (not every endpoint has it).")
+    ]
     insecure_endpoint: Annotated[bool, _endpoint(None, "Allow http:// to other machines.")]
 
 

@@ -19,7 +19,8 @@ from torchlake.jobs.options import output_options
 from torchlake.models.folders import model_folder
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.runtimes._http.requests import Prompt
-from torchlake.scoring.endpoint.job import EndpointJob, endpoint_job
+from torchlake.scoring.endpoint.job import EndpointJob
+from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_prompts
 from torchlake.scoring.endpoint.usage import CHARACTERS
 from torchlake.tables.chunks import evenly_spaced, sample_rows

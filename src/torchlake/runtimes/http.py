@@ -90,6 +90,7 @@ class Asking:
         self._waiting: asyncio.Queue[Question] = asyncio.Queue()
         self._askers: weakref.WeakSet[Asker] = weakref.WeakSet()
         self._error: BaseException | None = None
+        self._batches: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asking", daemon=True)
         self._thread.start()
@@ -97,6 +98,10 @@ class Asking:
     def add(self, questions: Sequence[Question]) -> None:
         """Ask these after those that were added before. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._add, list(questions))
+
+    def add_batch(self, questions: Sequence[Question], known: str | None, begin: Callable[[str], None]) -> None:
+        """Ask these by a batch, all at once: a `known` one, else one whose id `begin` gets."""
+        self._loop.call_soon_threadsafe(self._add_batch, list(questions), known, begin)
 
     def close(self) -> None:
         """End the thread; open requests are dropped."""
@@ -111,13 +116,22 @@ class Asking:
         if self._error is not None:
             self._fail(self._error)
 
+    def _add_batch(self, questions: list[Question], known: str | None, begin: Callable[[str], None]) -> None:
+        task = self._loop.create_task(self._ask_batch(questions, known, begin))
+        self._batches.add(task)
+        task.add_done_callback(self._ended)
+        task.add_done_callback(self._batches.discard)
+        self._askers.add(questions[0].asker)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         asking = self._loop.create_task(self._ask_all())
         asking.add_done_callback(self._ended)
         self._loop.run_forever()
-        asking.cancel()
-        self._loop.run_until_complete(asyncio.gather(asking, return_exceptions=True))
+        tasks = [asking, *self._batches]
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     def _ended(self, asking: "asyncio.Task[None]") -> None:
@@ -151,6 +165,28 @@ class Asking:
             raise several.exceptions[0] from None
         finally:
             await client.close()
+
+    async def _ask_batch(self, questions: list[Question], known: str | None, begin: Callable[[str], None]) -> None:
+        from torchlake.runtimes._http.batches import run_batch
+        from torchlake.runtimes._http.client import Client
+
+        if known is None and not self._may_start(len(questions), sum(one.tokens for one in questions) / len(questions)):
+            for one in questions:
+                one.asker.skip(one.row)
+            return
+        client = Client(self._endpoint, self._limits)
+        try:
+            answers = await run_batch(client, {one.row: one.body for one in questions}, known, begin)
+        finally:
+            await client.close()
+        left = [one for one in questions if one.row not in answers]
+        for one in questions:
+            if one.row in answers:
+                one.asker.keep(one.row, answers[one.row])
+            elif known is None:  # the endpoint did not come to it in its time
+                one.asker.keep(one.row, Answer(error="batch: the endpoint did not answer in time", final=False))
+        if left and known is not None:  # begun for other rows than are left now
+            await self._ask_batch(left, None, begin)
 
     async def _ask(self, client: "Client", one: Question) -> None:
         try:

@@ -28,7 +28,8 @@ from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cpu_class, gpus
-from torchlake.scoring.endpoint.job import RUNTIME, endpoint_job, with_chunks
+from torchlake.scoring.endpoint.job import RUNTIME, with_chunks
+from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
@@ -349,7 +350,13 @@ def _predict_by_endpoint(
     work = endpoint_job(given, text=text, key=key, columns=columns, engine=engine)
     work.settings.endpoint.key()  # before any work; processes read it from their own environment
     chosen = output_options(given)
-    done = table_job(work, table, output_of(output, chosen.target), with_chunks(chosen), work.engine)
+    done = table_job(
+        work,
+        table,
+        output_of(output, chosen.target),
+        with_chunks(chosen, batch_api=work.settings.batch_api),
+        work.engine,
+    )
     return Scored(**done.outcome._asdict(), profile={})
 
 

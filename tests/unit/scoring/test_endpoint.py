@@ -15,7 +15,7 @@ from fake_endpoint import FakeEndpoint, serving
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
 from torchlake.processes.serialization import pack, unpack
-from torchlake.runtimes._http import client
+from torchlake.runtimes._http import batches, client
 from torchlake.scoring.predict import predict
 
 KEY = "sk-very/secret-12345"
@@ -210,6 +210,24 @@ def test_a_limit_of_cost_stops_below_it_and_more_goes_on(rows: Callable[..., Pat
     ).record
     assert record["provenance"]["usage"]["cost"] == pytest.approx(40 * each)
     assert record["provenance"]["usage"]["prompt_tokens"] == 160
+
+
+def test_batches_are_found_again_and_their_errors_become_rows(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "POLL_S", 0.001)
+    table, place = rows(20), tmp_path / "out"
+    with serving(faults={"row 3 ": "400", "row 4 ": "html", "row 5 ": "lost", "row 6 ": "refusal"}) as endpoint:
+        with monkeypatch.context() as broken:
+            broken.setattr(endpoint, "end", lambda batch: batch.update(status="failed", errors={"data": []}))
+            with pytest.raises(UsageError, match="batch batch-0 failed"):
+                ask(table, endpoint, place, batch_api=True, price=PRICE)
+        endpoint.batches["batch-0"]["status"] = "in_progress"
+        found = ask(table, endpoint, place, batch_api=True, price=PRICE)
+        assert list(endpoint.batches) == ["batch-0", "batch-1"], "the second has the row that the first one lost"
+    reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
+    assert reasons == [None, None, None, "http_400", None, "batch", "refused", *[None] * 13]
+    assert found[1]["cost"] == pytest.approx(0.5 * 7.5e-6)
 
 
 def test_a_limit_of_tokens(rows: Callable[..., Path], tmp_path: Path) -> None:

@@ -103,14 +103,14 @@ class Client:
             except httpx.TransportError as error:
                 problem = self._broken(error, attempt)
             except (Cut, httpx.DecodingError) as error:
-                return Answer(error=f"bad_answer: {self._clean(str(error))}")
+                return Answer(error=f"bad_answer: {self.clean(str(error))}")
             else:
                 seconds = time.monotonic() - began
                 answer = self._answer(got)
                 if answer is not None:
                     usage = (answer.prompt_tokens, answer.generated_tokens or 0)
                     self.limits.answered(seconds, expected, None if usage[0] is None else (usage[0], usage[1]))
-                    return self._cleaned(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
+                    return self.cleaned(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
                 problem = f"http_{got.status}: {message_of(got.content)[1]}"
                 wait = _retry_after(got.headers)
                 if got.status == 429:
@@ -119,6 +119,39 @@ class Client:
             if attempt < self.endpoint.max_retries:
                 await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
         return Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
+
+    async def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """Return the JSON object that the endpoint gives for another path. Raises UsageError if it refuses."""
+        body = await self.fetch(path, method, **content)
+        try:
+            value = json.loads(body)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UsageError(f"{self.endpoint.url}: no answer of the form of {method} {path}: {shown(body)}")
+        return value
+
+    async def fetch(self, path: str, method: str = "GET", **content: Any) -> bytes:
+        """Return what the endpoint gives for another path; retried as requests are. Raises UsageError."""
+        problem, base = "", self.endpoint.url.partition("?")[0]
+        headers = {name: each for name, each in self._headers.items() if name != "Content-Type"}
+        for attempt in range(self.endpoint.max_retries + 1):
+            wait = 0.0
+            try:
+                async with asyncio.timeout(self.endpoint.timeout_s):
+                    got = await self._http.request(method, f"{base}/{path}", headers=headers, **content)
+            except (TimeoutError, httpx.TransportError) as error:
+                problem = self._broken(error, attempt) if isinstance(error, httpx.TransportError) else "timeout"
+            else:
+                body = self._cleaned_bytes(got.content)
+                if got.status_code == 200:
+                    self._answered = True
+                    return body
+                problem, wait = f"http_{got.status_code}: {message_of(body)[1]}", _retry_after(got.headers)
+                if got.status_code not in RETRIED and got.status_code < 500:
+                    break
+            await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
+        raise UsageError(f"{self.endpoint.url}: {method} {path}: {self.clean(problem)}")
 
     def _answer(self, got: Response) -> Answer | None:
         """Return what a row gets from a response; None if the request is worth another attempt."""
@@ -165,7 +198,7 @@ class Client:
             )
         if status not in (307, 308):
             raise UsageError(
-                f"{self.endpoint.url}: it redirects to {self._clean(there.path)} with the status {status}, which drops "
+                f"{self.endpoint.url}: it redirects to {self.clean(there.path)} with the status {status}, which drops "
                 "the request. Give the address of the endpoint."
             )
         return there.geturl()
@@ -173,7 +206,7 @@ class Client:
     def _check_fatal(self, got: Response) -> None:
         """Raise UsageError for a response that each row would get."""
         code, message = message_of(got.content)
-        said = self._clean(f"{got.status}: {message}")
+        said = self.clean(f"{got.status}: {message}")
         if got.status in (401, 403):
             key = self.endpoint.key_env
             which = "has no key: name its variable with key_env" if key is None else f"has the key in {key}"
@@ -199,13 +232,13 @@ class Client:
         if code.lower() in QUOTA or wait > LONGEST_WAIT_S:
             after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
             raise LimitReached(
-                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self._clean(message)} Finished "
+                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.clean(message)} Finished "
                 "rows are kept; run the same command again later."
             )
 
     def _broken(self, error: httpx.TransportError, attempt: int) -> str:
         """Return the problem of a connection. Raises UsageError if it is none of this request."""
-        said = self._clean(str(error) or type(error).__name__)
+        said = self.clean(str(error) or type(error).__name__)
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -219,7 +252,7 @@ class Client:
             raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
         return f"connection: {said}"
 
-    def _clean(self, text: str) -> str:
+    def clean(self, text: str) -> str:
         return text if self._key is None else text.replace(self._key, REDACTED)
 
     def _cleaned_bytes(self, content: bytes) -> bytes:
@@ -230,15 +263,15 @@ class Client:
                 content = content.replace(form.encode(), REDACTED.encode())
         return content
 
-    def _cleaned(self, answer: Answer, request_id: str) -> Answer:
+    def cleaned(self, answer: Answer, request_id: str) -> Answer:
         """Return an answer without the key, however it was written, with the id of its request."""
         answer = replace(answer, request_id=request_id[:200])
         if self._key is None:
             return answer
         names = ("reasoning", "tool_calls", "error", "request_id")
         found: dict[str, Any] = {name: getattr(answer, name) for name in names}
-        texts = tuple(map(self._clean, answer.texts))
-        return replace(answer, texts=texts, **{n: self._clean(each) for n, each in found.items() if each is not None})
+        texts = tuple(map(self.clean, answer.texts))
+        return replace(answer, texts=texts, **{n: self.clean(each) for n, each in found.items() if each is not None})
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

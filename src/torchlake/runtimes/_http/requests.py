@@ -174,5 +174,13 @@ def body_options(api: Api, generation: Mapping[str, Any], more: Mapping[str, Any
     return {name: value for name, value in {**found, **more}.items() if value is not None}
 
 
+def json_format(schema: Any, choices: Sequence[str]) -> dict[str, Any]:
+    """Return the response_format of a JSON schema or, as JSON with the only key `answer`, of choices."""
+    if choices:
+        answer = {"answer": {"type": "string", "enum": list(choices)}}
+        schema = {"type": "object", "properties": answer, "required": ["answer"], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
 def _is_key(name: str) -> bool:
     return name.lower() in ("key", "sig", "code", "token", "subscription-key")

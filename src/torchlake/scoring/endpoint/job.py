@@ -18,21 +18,16 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.options import EndpointArguments, JobArguments, PromptArguments, SamplingArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.display import count
 from torchlake.engines import Engine, Resources
-from torchlake.engines.local import Local
 from torchlake.errors import LimitReached, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
-from torchlake.models.generation import PromptOptions, generation_options
 from torchlake.outputs.transaction import Transaction
-from torchlake.runtimes import http
 from torchlake.runtimes._http.limits import LimitOptions
-from torchlake.runtimes._http.requests import Api, Endpoint, body_options, checked_key_env, checked_url
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
-from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, read_price, spent_in
+from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, spent_in
 from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
 from torchlake.scoring.options import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
@@ -40,7 +35,7 @@ from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.table import Table
 from torchlake.tasks import PROMPT, TEXT
 from torchlake.tasks._inputs import check_column, check_columns
-from torchlake.tasks._prompts import check_prompt_columns, with_prompts
+from torchlake.tasks._prompts import check_prompt_columns
 from torchlake.tasks._row_options import OPTIONS, find_options
 
 log = logging.getLogger(__name__)
@@ -54,13 +49,6 @@ ROWS_AHEAD, MOST_AHEAD = 2048, 32
 "Rows that a process reads ahead, so that it always has open requests, and chunks at most."
 REQUESTS_OF_A_PROCESS = 60
 "A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
-TAKEN = {
-    *JobArguments.__annotations__,
-    *SamplingArguments.__annotations__,
-    *PromptArguments.__annotations__,
-    *EndpointArguments.__annotations__,
-    *("seed", "chat", "task", "inputs", "null", "prefix"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +163,7 @@ class EndpointJob:
             **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
             "key": settings.key,
             "columns": list(settings.keep),
+            **({} if not settings.batch_api else {"batch_api": True}),
             "prefix": settings.prefix,
             "null": settings.null,
             **({} if settings.price is None else {"price": asdict(settings.price)}),
@@ -255,111 +244,10 @@ class EndpointJob:
         }
 
 
-def endpoint_job(
-    given: Mapping[str, Any],
-    *,
-    text: str | Sequence[str] | None,
-    key: str | None,
-    columns: Sequence[str],
-    engine: Engine | None,
-) -> EndpointJob:
-    """Return the work of the options of `predict`. Raises UsageError, and ConfigError for a file of prices."""
-    http.check_library()
-    refused = sorted(name for name in given if name not in TAKEN and given[name] not in (None, False))
-    if refused:
-        raise UsageError(f"{', '.join(refused)}: for a model folder; the runtime 'http' does not have it.")
-    endpoint, generation, prompts, spec = _endpoint(given, text)
-    price = None if given.get("price") is None else read_price(given["price"], endpoint.model)
-    limits = JobLimits(**{name: given[name] for name in JobLimits.__dataclass_fields__ if given.get(name) is not None})
-    for name, value in asdict(limits).items():
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name}: expected a number above 0, got {value}.")
-    if limits.max_cost is not None and price is None:
-        raise UsageError("max_cost: the prices of the model are needed: price (--price prices.yaml).")
-    settings = EndpointSettings(
-        endpoint=endpoint,
-        spec=spec,
-        generation=generation,
-        prompts=prompts,
-        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
-        key=key,
-        prefix=given.get("prefix", ""),
-        null=given.get("null", "error"),
-        price=price,
-        row_timeout_s=endpoint.timeout_s,
-    )
-    return EndpointJob(settings=settings, limits=limits, engine=engine or Local())
-
-
-def _endpoint(
-    given: Mapping[str, Any], text: str | Sequence[str] | None
-) -> tuple[Endpoint, Any, PromptOptions, TaskSpec]:
-    """Return the endpoint, the options of generation (None: vectors) and of prompts, and the task."""
-    if not given.get("endpoint") or not given.get("model_name"):
-        raise UsageError(
-            "The runtime 'http' needs endpoint and model_name: --endpoint https://host/v1 --model-name NAME."
-        )
-    task, api = given.get("task"), given.get("api")
-    if task not in (None, WRITES, EMBEDS):
-        raise UsageError(f"task={task!r}: the runtime 'http' has {WRITES} and {EMBEDS}.")
-    if api is not None and task is not None and (api == "embeddings") != (task == EMBEDS):
-        raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
-    api = api or ("embeddings" if task == EMBEDS else "chat")
-    writes = api != "embeddings"
-    sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
-    if given.get("sample") is not None and not given.get("temperature"):
-        sampling.pop("seed", None)
-    generation = generation_options(WRITES if writes else EMBEDS, writes=writes, **sampling)
-    spec = TaskSpec(
-        task=WRITES if writes else EMBEDS,
-        problem="next_token" if writes else "",
-        labels=(),
-        text=_columns(text),
-        label=None,
-        max_length=0,
-        inputs=dict(given.get("inputs") or {}),
-    )
-    if given.get("prompt") is not None and text is not None:
-        raise UsageError("text and prompt: prompt has the columns of the text; leave one of them out.")
-    asked = {name: given[name] for name in PromptArguments.__annotations__ if name in given}
-    prompts, spec = with_prompts(asked, plugins.load("tasks", spec.task), spec, None, chat=bool(given.get("chat")))
-    spec = replace(spec, rows=replace(spec.rows, chat=bool(given.get("chat"))))
-    around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
-    if around and api == "completions":
-        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {api!r}.")
-    fields = {} if generation is None else _fields(api, sampling, generation)
-    return (
-        Endpoint(
-            url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
-            model=given["model_name"],
-            api=api,
-            key_env=checked_key_env(given.get("key_env")),
-            options=body_options(api, fields, given.get("request_options") or {}),
-            timeout_s=given.get("row_timeout_s", 600.0),
-            max_retries=given.get("max_retries", 8),
-        ),
-        generation,
-        prompts,
-        spec,
-    )
-
-
-def _fields(api: Api, sampling: Mapping[str, Any], generation: Any) -> dict[str, Any]:
-    """Return the options that requests have: those that were given, and the maximum of tokens and the temperature."""
-    names = {name for name in sampling if sampling[name] not in (None, False)} - {"chat"}
-    return {name: getattr(generation, name) for name in sorted(names | {"max_new_tokens", "temperature"})}
-
-
-def _columns(text: str | Sequence[str] | None) -> str | tuple[str, ...]:
-    if text is None or isinstance(text, str):
-        return text or "text"
-    return text[0] if len(text) == 1 else tuple(text)
-
-
 def _first(source: Table, column: str) -> pa.Table:
     return first_rows(source, [column])
 
 
-def with_chunks(options: OutputOptions) -> OutputOptions:
-    """Return the options with the chunks of a job by an endpoint."""
-    return replace(options, chunk_rows=options.chunk_rows or ROW_COST)
+def with_chunks(options: OutputOptions, *, batch_api: bool) -> OutputOptions:
+    """Return the options with the chunks of a job by an endpoint; those of batches are large."""
+    return replace(options, chunk_rows=options.chunk_rows or (None if batch_api else ROW_COST))

@@ -45,6 +45,8 @@ class EndpointSettings:
     price: Price | None = None
     limits: LimitOptions = field(default_factory=LimitOptions)
     budget: BudgetOptions = field(default_factory=BudgetOptions)
+    batch_api: bool = False
+    "Whether the rows of a chunk are asked as one batch."
     row_timeout_s: float = 600.0
     chunks_ahead: int = 1
     workspace: Workspace | None = None

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePath
 
 import pyarrow as pa
@@ -141,7 +142,13 @@ def make_endpoint_worker(
         journal = Journal(workspace.rows, name, {row: mark(one.body) for row, one in asked.items()})
         found = OpenChunk(journal, asked, budget)
         opened.append(found)
-        asking.add(found.questions(name))
+        questions = found.questions(name)
+        if settings.batch_api and questions:
+            begun = next((journal.begun[one.row] for one in questions if one.row in journal.begun), b"")
+            known = begun.split(b"\n")[-1].decode() or None
+            asking.add_batch(questions, known, partial(_begun, journal, questions[0].row, begun))
+        else:
+            asking.add(questions)
         return ReadRows(table, errors, found)
 
     def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
@@ -185,6 +192,11 @@ def make_endpoint_worker(
             raise
 
     return worker
+
+
+def _begun(journal: Journal, row: int, before: bytes, batch: str) -> None:
+    """Keep the id of a batch after those `before` it, so that the next attempt finds it: the longest is the latest."""
+    journal.extend(row, 0, before + b"\n" + batch.encode())
 
 
 def _noted(items: Iterator[tuple[Chunk, str]], names: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
