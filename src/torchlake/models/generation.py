@@ -9,7 +9,7 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import in_words, load_config
+from torchlake.models.structured.structure import OPTIONS, Structure, read_structure
+from torchlake.models.structured.tokens import check_structure
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.models.write import quiet
 
@@ -53,6 +55,8 @@ class GenerationOptions:
     "The seed that, with the row's text, determines the sampled tokens."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
+    structure: Structure | None = None
+    "What the text has to fit."
 
 
 Answers = Callable[["np.ndarray"], "np.ndarray"]
@@ -90,7 +94,11 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
         return None
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
-    options = GenerationOptions(**given)
+    structure = read_structure(given)
+    given = {name: value for name, value in given.items() if name not in OPTIONS}
+    if structure is not None and "stop" in given:
+        raise UsageError(f"stop: {structure.kind} decides where a text ends. Leave one of them out.")
+    options = GenerationOptions(**given, structure=structure)
     drawing = [name for name in ("top_k", "top_p", "seed") if name in given]
     if options.temperature == 0 and drawing:
         raise UsageError(
@@ -109,7 +117,7 @@ def _check(options: GenerationOptions) -> None:
         "stop": not all(options.stop) and "must not contain an empty string",
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
     }
-    assert wrong.keys() | {"chat", "language"} == {field.name for field in fields(options)}
+    assert wrong.keys() | {"chat", "language", "structure"} == {field.name for field in fields(options)}
     for name, problem in wrong.items():
         if problem:
             raise UsageError(f"{name} {problem}; {getattr(options, name)!r} was given.")
@@ -142,11 +150,19 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def end_tokens(folder: Path, own: Mapping[str, Any]) -> list[int]:
+    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", load_tokenizer(folder).eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
+
+
 def check_settings(folder: Path, options: GenerationOptions) -> None:
     """Raise the errors of `settings_of` and `language_token`; log the settings that the job's options replace."""
-    settings_of(folder)
+    own = settings_of(folder)
     if options.language is not None:
         language_token(folder, options.language)
+    if options.structure is not None:
+        check_structure(options.structure, folder, ends=end_tokens(folder, own), new_tokens=options.max_new_tokens)
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))

@@ -20,6 +20,7 @@ from torchlake.errors import DataError, TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
 from torchlake.models import load, write
+from torchlake.models.structured.structure import Structure
 from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES
 from torchlake.tasks import _checks, _pretrained
 from torchlake.tasks._inputs import Inputs, sample_inputs
@@ -42,6 +43,8 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    structure: Structure | None = None
+    "What a generated text has to fit."
     embedding: str = "float32"
     "The form of vectors: float32, int8 or binary."
     ranges: Sequence[Sequence[float]] = ()

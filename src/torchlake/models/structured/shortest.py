@@ -1,4 +1,4 @@
-"""The shortest text that fits a schema, an expression or a list of choices, to compare it with `max_new_tokens`.
+"""The shortest text that fits a schema or an expression, to compare it with `max_new_tokens`.
 
 It is found from the structure, not by a search over the grammar, whose states llguidance does not compare: an object
 has its required keys, an array as many items as it must, a string its shortest pattern, and a union its shortest
@@ -49,9 +49,7 @@ def shortest_text(structure: Structure) -> tuple[bytes, bool] | None:
     from llguidance import LLTokenizer
 
     try:
-        if structure.kind == "choices":
-            found = [min(structure.choices, key=len)]
-        elif structure.kind == "regex":
+        if structure.kind == "regex":
             found = [_of_regex(structure.text)]
         elif structure.kind == "json_schema":
             found = [_of_schema(structure.schema)]

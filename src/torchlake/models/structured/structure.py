@@ -63,6 +63,8 @@ def read_structure(given: Mapping[str, Any]) -> Structure | None:
         return None
     (kind,), value = asked, given[asked[0]]
     if kind == "json_schema":
+        if not isinstance(value, Mapping | bool | str | os.PathLike):
+            raise UsageError(f"json_schema: expected one file, or a schema as a mapping, not {value!r}.")
         schema = value if isinstance(value, Mapping | bool) else atomic_io.read_json(Path(value))
         text = json.dumps(schema, ensure_ascii=False)
     elif kind == "choices":

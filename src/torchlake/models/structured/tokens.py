@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import UsageError
+from torchlake.models.structured.choices import check_choices
 from torchlake.models.structured.shortest import shortest_text
 from torchlake.models.structured.structure import Structure, check_installed, compiled
 from torchlake.models.tokenizer import load_tokenizer
@@ -108,6 +109,9 @@ def check_structure(structure: Structure, folder: Path, *, ends: Sequence[int], 
 
     Raises MissingExtra without llguidance.
     """
+    if structure.kind == "choices":
+        check_choices(structure.choices, load_tokenizer(folder), new_tokens)
+        return
     check_installed(structure)
     compiled(structure)
     tokens = token_bytes(folder, ends=ends)
