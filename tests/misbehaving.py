@@ -7,16 +7,16 @@ tokenizer has as one token and that the tests' other texts avoid.
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchlake.models import load
-from torchlake.models.generation import GenerationOptions, Watch
-from torchlake.runtimes import eager
+from torchlake.models.generation import GenerationOptions
+from torchlake.runtimes import Ended, Report, Text, Writer, eager
 
 KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
 
@@ -103,28 +103,31 @@ def tilted(folder: Path, spec: load.TaskSpec, *, device: str):
     return forward
 
 
-def log_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions):
+def log_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
     """`eager`; every text that is begun or continued leaves the number of its tokens in $SCORED_LOG."""
-    inner = eager.load_generator(folder, spec, device=device, options=options)
+    writer: Any = eager.open_writer(folder, spec, device=device, options=options)
+    add = writer.add
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch | None = None) -> np.ndarray:
-        begun = 0 if watch is None else watch.begun.shape[1]
+    def added(row: int, ids: np.ndarray, own: GenerationOptions, begun: Text) -> None:
         with open(os.environ["SCORED_LOG"], "a", encoding="utf-8") as file:
-            file.write(f"{begun}\n" * len(input_ids))
-        return inner(input_ids=input_ids, attention_mask=attention_mask, watch=watch)
+            file.write(f"{len(begun.tokens)}\n")
+        add(row, ids, own, begun)
 
-    return forward
+    writer.add = added
+    return writer
 
 
-def slow_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions):
+def slow_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
     """`eager`, but every token of a batch takes a tenth of a second."""
-    inner = eager.load_generator(folder, spec, device=device, options=options)
+    writer: Any = eager.open_writer(folder, spec, device=device, options=options)
+    step = writer.step
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray, watch: Watch) -> np.ndarray:
-        def report(*args: Any) -> None:
+    def slow(report: Report) -> None:
+        def late(ended: Sequence[Ended]) -> None:
             time.sleep(0.1)
-            watch.report(*args)
+            report(ended)
 
-        return inner(input_ids=input_ids, attention_mask=attention_mask, watch=replace(watch, report=report))
+        step(late)
 
-    return forward
+    writer.step = slow
+    return writer

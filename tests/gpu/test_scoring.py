@@ -15,6 +15,7 @@ from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
+from torchlake.runtimes import write_all
 
 LENGTHS = [1, 9, 9, 30]
 ON_GPUS = 0.02
@@ -101,11 +102,10 @@ def test_two_devices_share_a_model(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_is_generated_alone_as_among_others(temperature: float, tiny_llama: Path, device: str) -> None:
     spec, options = models.load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)
-    generate = plugins.load("runtimes", "eager").load_generator(tiny_llama, spec, device=device, options=options)
-    ids, mask = batch(models.load_tokenizer(tiny_llama).pad_token_id)
-    together = generate(input_ids=ids, attention_mask=mask)
+    writer = plugins.load("runtimes", "eager").open_writer(tiny_llama, spec, device=device, options=options)
+    ids, _ = batch(models.load_tokenizer(tiny_llama).pad_token_id)
+    prompts = [ids[row, :length] for row, length in enumerate(LENGTHS)]
+    together = write_all(writer, prompts, options)
     assert together.shape == (len(LENGTHS), 8)
-    for row, length in enumerate(LENGTHS):
-        np.testing.assert_array_equal(
-            generate(ids[row : row + 1, :length], mask[row : row + 1, :length])[0], together[row]
-        )
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_array_equal(write_all(writer, [prompt], options)[0], together[row])

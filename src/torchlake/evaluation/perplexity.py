@@ -113,7 +113,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
     folder, spec, runtime, where = Path(settings.model), settings.spec, settings.runtime, device()
     task = plugins.load("tasks", spec.task)
-    load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
+    load: Any = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
     forward = load(folder, spec, device=where)
     pad_id = load_tokenizer(folder).pad_token_id
     blocks = _blocks(settings)

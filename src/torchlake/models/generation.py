@@ -9,8 +9,8 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,29 +57,6 @@ class GenerationOptions:
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
     structure: Structure | None = None
     "What the text has to fit."
-
-
-Answers = Callable[["np.ndarray"], "np.ndarray"]
-"Returns the answers (M, up to W) of some places in a batch as far as they are written, (M,) int64."
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What a generator may be called with besides a batch: it continues texts, and reports after every token.
-
-    `report(rows, ended, answers)` gets the numbers (B,) of the rows that are written together, which of them have ended
-    (B,) bool, and `answers`.
-    """
-
-    report: "Callable[[np.ndarray, np.ndarray, Answers], None]"
-    rows: "np.ndarray"
-    "(B,) int64, the number of each row of the batch."
-    begun: "np.ndarray"
-    "(B, K) int32, the first tokens of the answers, which were written before; K is below `max_new_tokens`."
-
-    def of(self, places: "np.ndarray") -> "Watch":
-        """Return the watch of some rows of the batch."""
-        return replace(self, rows=self.rows[places], begun=self.begun[places])
 
 
 def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOptions | None:

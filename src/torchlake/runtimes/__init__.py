@@ -13,10 +13,8 @@ A runtime is a module with
 
 for text generation
 
-    load_generator(folder, spec, *, device, options) -> Forward
-                                `options`: a `GenerationOptions`; returns answers (B, W) int32 instead of logits, as in
-                                torchlake/models/generation.py. If the Forward takes `watch`, it gets a `Watch`: it
-                                continues texts, and reports those that have ended
+    open_writer(folder, spec, *, device, options) -> Writer
+                                `options`: the job's `GenerationOptions`. Rows may have others, except `language`
 
 and for an export that `models/exports.py` stores in the model folder
 
@@ -31,11 +29,89 @@ time. The result of a row depends neither on other rows nor on padding, except f
 its scales from calibration or from each token, never from the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from torchlake.models.generation import NOTHING, GenerationOptions
+
 Forward = Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The answer to a row as far as it is written, as in torchlake/models/generation.py."""
+
+    tokens: np.ndarray
+    "(W,) int32, without NOTHING; END is last if the model ended the text, and NON_FINITE is the only one."
+    logprobs: np.ndarray | None = None
+    "(W,) float32, the log-probability of each token; None: not asked for."
+
+
+EMPTY = Text(tokens=np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A row whose answer is complete."""
+
+    row: int
+    text: Text
+    reason: str
+    "`stop`: at an end token or a stop string; `length`: at `max_new_tokens`."
+
+
+Report = Callable[[Sequence[Ended]], None]
+"Gets the rows that have ended since the last report, perhaps none."
+
+
+class Writer(Protocol):
+    """Writes the answers of the rows that it has; used from one thread.
+
+        writer.add(...) for some rows
+        while writer.rows: writer.step(report)      between steps more rows may be added, if it `refills`
+
+    The text of a row does not depend on the other rows, nor on when it was added.
+    """
+
+    refills: bool
+    "Whether rows may be added while others are written; else only to an empty writer."
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The numbers of the rows that were added and have not ended."""
+
+    def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
+        """Take a row: its prompt (L,) int64, L at least 1, its own options, and what an earlier attempt has written.
+
+        The text continues `begun`, which has fewer than `max_new_tokens` tokens. Computes nothing.
+        """
+
+    def step(self, report: Report) -> None:
+        """Write one or more tokens of the rows; call `report` after every token.
+
+        `report` may call `text`, but not `add`. After an exception, also one of `report`, the writer is empty.
+        """
+
+    def text(self, row: int) -> Text:
+        """Return what is written of a row that has not ended, `begun` included."""
+
+
+def write_all(writer: Writer, prompts: Sequence[np.ndarray], options: GenerationOptions) -> np.ndarray:
+    """Return the answers (B, W) int32 to prompts, each (L,) int64, of a writer that has no other rows."""
+    written = np.full((len(prompts), options.max_new_tokens), NOTHING, np.int32)
+
+    def report(ended: Sequence[Ended]) -> None:
+        for one in ended:
+            written[one.row, : len(one.text.tokens)] = one.text.tokens
+
+    for row, ids in enumerate(prompts):
+        writer.add(row, ids, options)
+    while writer.rows:
+        writer.step(report)
+    return written
 
 
 def first_reason(*, model: str | None = None, machine: str | None = None, library: str | None = None) -> str | None:

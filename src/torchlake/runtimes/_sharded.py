@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ from torchlake.models.generation import GenerationOptions
 from torchlake.processes.children import Children
 from torchlake.processes.environment import MASTER_FD, child_environment, interface_of, rank_variables, reserve_port
 from torchlake.processes.serialization import describe_exit, pack, unpack
-from torchlake.runtimes import Forward, eager
+from torchlake.runtimes import EMPTY, Ended, Forward, Report, Text, Writer, eager
 
 if TYPE_CHECKING:
     import torch
@@ -57,17 +57,35 @@ LOAD_S = 3600.0
 HOST = "127.0.0.1"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-Batches = Iterator[dict[str, np.ndarray]]
 
-
-def load_sharded(
-    folder: Path, spec: TaskSpec, number: int, *, device: str, options: GenerationOptions | None
-) -> Forward:
+def load_sharded(folder: Path, spec: TaskSpec, *, number: int, device: str) -> Forward:
     """Load a model over `number` GPUs or, where there are none ("cpu"), ranks.
 
     By tensor parallelism if the model allows it, else layer by layer. Raises the errors of `models.load_model`, and
     UsageError if the model or this machine does not allow it.
     """
+    if not _by_tensors(folder, number, device):
+        return eager.forward_of(_model(folder, spec, layer_by_layer()), folder, spec, device)
+    group = _Group(partial(_join, folder, spec, device, None), number)
+
+    def forward(**batch: np.ndarray) -> np.ndarray:
+        scores: np.ndarray = group.run(batch, lambda model: model(**batch))
+        return scores
+
+    return forward
+
+
+def open_sharded_writer(
+    folder: Path, spec: TaskSpec, *, number: int, device: str, options: GenerationOptions
+) -> Writer:
+    """Load a model as `load_sharded` does, for text generation."""
+    if not _by_tensors(folder, number, device):
+        return eager.writer_of(_model(folder, spec, layer_by_layer()), folder, options)
+    return _GroupWriter(_Group(partial(_join, folder, spec, device, options), number))
+
+
+def _by_tensors(folder: Path, number: int, device: str) -> bool:
+    """Return whether every rank gets parts of all layers; else they are placed over GPUs. Raises UsageError."""
     import torch
 
     if device == "cuda" and torch.cuda.device_count() < number:
@@ -77,17 +95,57 @@ def load_sharded(
         )
     reason = tensor_parallel_refusal(models.load_config(folder), number)
     if reason is None:
-        return _Group(partial(_join, folder, spec, device, options), number).forward
+        return True
     if device == "cpu":
         raise UsageError(f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only.")
     log.info("%s: %s; its layers are placed over %d GPUs", folder, reason, number)
-    return _load(folder, spec, device, options, layer_by_layer())
+    return False
+
+
+class _GroupWriter:
+    """The Writer of rank 0; with each step the other ranks get the rows that were added, and make the same step.
+
+    It reports at the end of a step, when all ranks are in step again.
+    """
+
+    def __init__(self, group: "_Group") -> None:
+        self._group, self._own = group, group.own
+        self._added: list[tuple[Any, ...]] = []
+        self.refills: bool = self._own.refills
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The numbers of the rows that have not ended."""
+        return [*self._own.rows, *(one[0] for one in self._added)]
+
+    def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
+        """Take a row."""
+        self._added.append((row, ids, options, begun))
+
+    def text(self, row: int) -> Text:
+        """Return what is written of a row that has not ended."""
+        text: Text = self._own.text(row)
+        return text
+
+    def step(self, report: Report) -> None:
+        """Make a step on all ranks."""
+        message, self._added = {"added": self._added}, []
+        report(self._group.run(message, lambda writer: _stepped(writer, **message)))
+
+
+def _stepped(writer: Writer, *, added: Sequence[tuple[Any, ...]]) -> list[Ended]:
+    """Add rows, make a step, and return those that have ended."""
+    ended: list[Ended] = []
+    for one in added:
+        writer.add(*one)
+    writer.step(ended.extend)
+    return ended
 
 
 class _Group:
     """Rank 0 of a group, with its followers."""
 
-    def __init__(self, join: Callable[[], Forward], number: int) -> None:
+    def __init__(self, join: Callable[[], Any], number: int) -> None:
         import torch
 
         threads = max(1, torch.get_num_threads() // number)
@@ -109,15 +167,21 @@ class _Group:
             ]
             # The store closes the descriptor that it is given.
             os.environ |= ranks[0] | {MASTER_FD: str(os.dup(holder.fileno()))}
-            self._run = join()
+            self.own = join()
+            "The Forward or the Writer of this rank."
 
-    def forward(self, **batch: np.ndarray) -> np.ndarray:
-        """Run a batch on all ranks. Raises the error that all of them raised; exits if they differ."""
+    def run(self, message: Mapping[str, Any], own: Callable[[Any], Any]) -> Any:
+        """Send a message to all ranks, and return what `own` does of it here.
+
+        Raises the error that all ranks raised; exits if they differ.
+        """
         for follower in self._followers:
-            follower.send(batch)
+            follower.send(message)
         error: Exception | None = None
         try:
-            out = self._run(**batch)
+            failpoint("forward")
+            failpoint("forward.rank0")
+            out = own(self.own)
         except Exception as caught:
             error = caught
             self._children.events.put((_NO_CHILD, "failed", None))
@@ -156,47 +220,43 @@ class _Group:
             deadline = deadline or time.monotonic() + DISAGREE_S
 
 
-def make_follower(join: Callable[[], Forward]) -> Callable[[Batches], Iterator[str | None]]:
-    """Load this rank's part of the model; the worker runs batches, and yields for each the kind of its error, or
+def make_follower(join: Callable[[], Any]) -> Callable[[Iterator[dict[str, Any]]], Iterator[str | None]]:
+    """Load this rank's part of the model; the worker runs messages, and yields for each the kind of its error, or
     None."""
-    run = join()
+    own = join()
+    run = own if callable(own) else partial(_stepped, own)
+    rank = os.environ["RANK"]
 
-    def worker(batches: Batches) -> Iterator[str | None]:
-        for batch in batches:
+    def worker(messages: Iterator[dict[str, Any]]) -> Iterator[str | None]:
+        for message in messages:
             error: Exception | None = None
             try:
-                run(**batch)
+                failpoint("forward")
+                failpoint(f"forward.rank{rank}")
+                run(**message)
             except Exception as caught:
                 error = caught
-                log.warning("rank %s: %s: %s", os.environ["RANK"], _kind(error), error)
+                log.warning("rank %s: %s: %s", rank, _kind(error), error)
             yield _kind(error)
 
     return worker
 
 
-def _join(folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None) -> Forward:
+def _join(folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None) -> Forward | Writer:
     """Join the group that the environment names, and load this rank's part of the model."""
     group = ExitStack().enter_context(process_group(LOAD_S))  # left when the process exits
-    run = _load(folder, spec, device, options, tensor_parallel(group.world_size))
-
-    def forward(**batch: np.ndarray) -> np.ndarray:
-        failpoint("forward")
-        failpoint(f"forward.rank{group.rank}")
-        return run(**batch)
-
-    return forward
+    model = _model(folder, spec, tensor_parallel(group.world_size))
+    if options is not None:
+        return eager.writer_of(model, folder, options)
+    return eager.forward_of(model, folder, spec, device)
 
 
-def _load(
-    folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None, placement: Mapping[str, Any]
-) -> Forward:
+def _model(folder: Path, spec: TaskSpec, placement: Mapping[str, Any]) -> Any:
     """Load the model as transformers places it, for the runtime `eager`."""
     model = plugins.load("tasks", spec.task).load_model(folder, spec, placement=placement)
     if "device_map" in placement:
         check_on_gpus(model, folder)
-    if options is not None:
-        return eager.generator_of(model, folder, options)
-    return eager.forward_of(model, folder, spec, device)
+    return model
 
 
 def tensor_parallel(ranks: int) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import joined_outputs
 from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Forward, _products
+from torchlake.runtimes import Forward, Writer, _products
 
 TOLERANCE = 0.0
 tasks: tuple[str, ...] | None = None
@@ -101,16 +101,16 @@ def _length_by_length(
     return whole.reshape(*shape, *whole.shape[1:])
 
 
-def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
+def open_writer(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
     """Load the model for text generation."""
-    return generator_of(load_model(folder, spec, device), folder, options)
+    return writer_of(load_model(folder, spec, device), folder, options)
 
 
-def generator_of(model: Any, folder: Path, options: GenerationOptions) -> Forward:
-    """Return the Forward that generates texts with a model loaded from `folder`."""
-    from torchlake.runtimes._generating import generator
+def writer_of(model: Any, folder: Path, options: GenerationOptions) -> Writer:
+    """Return the Writer of a model loaded from `folder`."""
+    from torchlake.runtimes._writing.static import StaticWriter
 
-    return generator(model, folder, options)
+    return StaticWriter(model, folder, options)
 
 
 def load_model(folder: Path, spec: TaskSpec, device: str) -> Any:

@@ -22,14 +22,14 @@ from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, Writer
 from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
 from torchlake.tasks._null_rows import NULL_INPUT, join_texts, read_inputs, rows_of
 
-Runtime = str | Callable[..., Forward]
-"A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
+Runtime = str | Callable[..., Forward | Writer]
+"A runtime's name, or a module-level function like a runtime's `load` (text generation: `open_writer`)."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,7 @@
 
     sort by length -> batches of a token budget -> forward -> original order
 
-For text generation the runtime returns token ids instead of logits, and a batch's budget includes the tokens that may
-be generated.
+For text generation a writer gets the rows (`jobs/worker/texts.py`), and the budget includes the tokens that may be generated.
 
 A row never affects another one: `jobs/worker/isolation.py` halves a batch that raises until the failing row is alone,
 and `jobs/worker/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
@@ -14,15 +13,15 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
 import gc
-import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,15 +29,16 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
-from torchlake.data.features import first_equal, joined_outputs
-from torchlake.errors import TaskError, Unavailable
+from torchlake.data.features import INPUT_IDS, first_equal, joined_outputs
+from torchlake.errors import TaskError, Unavailable, UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
-from torchlake.jobs.worker.writing import Writing, by_begun
+from torchlake.jobs.worker.texts import Budget, Prompt, write_texts
+from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _products
+from torchlake.runtimes import EMPTY, Ended, Forward, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
@@ -106,18 +106,22 @@ class Scorer:
         self.runtime = runtime_name(load)
         if isinstance(load, str):
             named = plugins.load("runtimes", load)
-            load = named.load if generation is None else named.load_generator
+            load = named.load if generation is None else named.open_writer
         options = {} if generation is None else {"options": generation}
-        self.forward: Forward
         if self.settings.gpus_per_process > 1:
-            from torchlake.runtimes._sharded import load_sharded  # it imports torch, which the driver does not need
+            from torchlake.runtimes import _sharded  # it imports torch, which the driver does not need
 
-            number = self.settings.gpus_per_process
-            self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
-        else:
-            with _products.keeping(self.settings.products):
-                self.forward = load(folder, self.spec, device=self.device, **options)
-        self.reports = generation is not None and "watch" in inspect.signature(self.forward).parameters
+            open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
+            load = partial(open_sharded, number=self.settings.gpus_per_process)
+        with _products.keeping(self.settings.products):
+            loaded: Any = load(folder, self.spec, device=self.device, **options)
+        if generation is not None and not hasattr(loaded, "step"):
+            raise UsageError(
+                f"runtime {self.runtime}: a function for text generation returns a Writer, as open_writer in "
+                f"torchlake/runtimes/__init__.py; it returned {type(loaded).__name__}."
+            )
+        self.forward: Forward | None = loaded if generation is None else None
+        self.writer: Writer | None = None if generation is None else loaded
         if self.settings.model_hash:
             # After loading: a model that was put in the folder before or meanwhile is noticed.
             folders.check_hash(folder, self.settings.model_hash)
@@ -152,13 +156,17 @@ class Scorer:
         chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
         done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
         if writing is not None and len(done):
-            self._add_known(work.rows[done], writing.known, found, errors)
+            self._add_texts({row: writing.known[row] for row in work.rows[done].tolist()}, found, errors)
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
-        for row in alone:
-            self._run(work, row[None], found, errors, attempt, writing=writing)
-        for prepared in self._prepared(work, self._batches(work, free, writing)):
-            self._run(work, prepared.rows, found, errors, attempt, prepared, writing)
+        if self.writer is not None:
+            for some in (*alone[:, None], free):
+                self._write(self.writer, work, some, found, errors, attempt, writing)
+        else:
+            for row in alone:
+                self._run(work, row[None], found, errors, attempt)
+            for prepared in self._prepared(work, self._batches(work, free)):
+                self._run(work, prepared.rows, found, errors, attempt, prepared)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
             attempt.idle()
@@ -169,29 +177,65 @@ class Scorer:
         same[ready] = first
         return self._assemble(work, work.rows[same], found, errors)
 
-    def _batches(self, work: ReadyRows, rows: np.ndarray, writing: Writing | None) -> list[np.ndarray]:
-        """Return batches of rows; a batch has texts of which as many tokens are written already.
+    def _batches(self, work: ReadyRows, rows: np.ndarray) -> list[np.ndarray]:
+        """Return batches of rows.
 
         A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
         already, and are halved when they fail.
         """
-        groups = [rows]
-        if writing is not None and self.reports:
-            groups = [np.searchsorted(work.rows, each) for each in by_begun(work.rows[rows], writing.begun)]
-        cut = partial(length_batches, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
-        return [each[one] for each in groups for one in cut(work.features.lengths[each] + self._new_tokens)]
+        cuts = length_batches(work.features.lengths[rows], batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
+        return [rows[one] for one in cuts]
 
-    def _add_known(
+    def _write(
         self,
-        rows: np.ndarray,
-        known: dict[int, np.ndarray],
+        writer: Writer,
+        work: ReadyRows,
+        places: np.ndarray,
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
+        attempt: Attempt | Attempts | None,
+        writing: Writing | None,
     ) -> None:
-        """Add the answers of earlier attempts to `rows` (N,), which are in `known`, to `found` and `errors`."""
-        out = np.full((len(rows), self._new_tokens), NOTHING, np.int32)
-        for place, row in enumerate(rows.tolist()):
-            out[place, : len(known[row])] = known[row]
+        """Add the texts of rows to `found`, or errors of rows to `errors`."""
+        generation = self.settings.generation
+        assert generation is not None, "there is a writer"
+        texts: dict[int, np.ndarray] = {}
+        budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
+        prompts = [
+            Prompt(
+                row=int(work.rows[place]),
+                ids=self._collate(work, place[None])[INPUT_IDS][0],
+                options=generation,
+                begun=EMPTY if writing is None else writing.begun.get(int(work.rows[place]), EMPTY),
+            )
+            for place in places
+        ]
+
+        def ended(one: Ended) -> None:
+            texts[one.row] = one.text.tokens
+            self.written += int((one.text.tokens >= 0).sum())
+            self.startup.setdefault("first batch", time.perf_counter() - began)
+
+        def shrink(rows: Sequence[Prompt]) -> None:
+            self._shrink(len(rows) * max(one.size for one in rows))
+            budget.tokens = self.batch_tokens
+
+        began = time.perf_counter()
+        write_texts(writer, prompts, budget, ended, errors, attempt=attempt, writing=writing, shrink=shrink)
+        self.seconds += time.perf_counter() - began
+        self.padded_tokens += sum(len(one.ids) for one in prompts)
+        self._add_texts(texts, found, errors)
+
+    def _add_texts(
+        self, texts: Mapping[int, np.ndarray], found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+    ) -> None:
+        """Add the tokens of texts, {row: (W,)}, to `found`, and the errors of those that are not finite to `errors`."""
+        if not texts:
+            return
+        rows = np.array(list(texts), np.int64)
+        out = np.full((len(rows), max(1, *map(len, texts.values()))), NOTHING, np.int32)
+        for place, tokens in enumerate(texts.values()):
+            out[place, : len(tokens)] = tokens
         errors |= _non_finite_rows(rows, out)
         found.append((rows, out))
 
@@ -226,11 +270,6 @@ class Scorer:
         """Whether answers are sampled."""
         return self.settings.generation is not None and self.settings.generation.temperature > 0
 
-    @property
-    def _new_tokens(self) -> int:
-        """Maximum tokens generated for a row."""
-        return 0 if self.settings.generation is None else self.settings.generation.max_new_tokens
-
     def _run(
         self,
         work: ReadyRows,
@@ -239,10 +278,10 @@ class Scorer:
         errors: dict[int, str],
         attempt: Attempt | Attempts | None,
         prepared: Prepared | None = None,
-        writing: Writing | None = None,
     ) -> None:
         """Add the outputs of one batch to `found`, or errors of its rows to `errors`."""
-        ready = None if prepared is None else prepared.inputs
+        ready, model = None if prepared is None else prepared.inputs, self.forward
+        assert model is not None, "the task does not write"
 
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
@@ -251,28 +290,18 @@ class Scorer:
             # A half gets new inputs: a slice of the batch's would keep the padding of rows that are not in it.
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
-            watch = {} if writing is None or not self.reports else {"watch": writing.watch(rows)}
-            out = self.forward(**inputs, **watch)
+            out = model(**inputs)
             seconds = time.perf_counter() - began
             self.waited += began - asked
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
             errors.update(_non_finite_rows(rows, out))
-            if writing is not None:
-                writing.finish(rows, out)
-            if self.settings.generation is not None:
-                self.written += int((out >= 0).sum())
             # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
             found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
 
         def padded(rows: np.ndarray) -> int:
             return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))
-
-        def shrink(rows: np.ndarray) -> None:
-            # From the size of this batch, because a chunk's last batch may be far below the limit.
-            self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
-            log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
         run_isolated(
             work.rows[batch],
@@ -281,8 +310,13 @@ class Scorer:
             attempt,
             beside=NO_ROWS if prepared is None else prepared.beside,
             passed_on=(TaskError, Unavailable),
-            out_of_memory=shrink,
+            out_of_memory=lambda rows: self._shrink(padded(rows)),
         )
+
+    def _shrink(self, padded: int) -> None:
+        """Halve the budget after so many tokens did not fit: a chunk's last batch may be far below the limit."""
+        self.batch_tokens = max(1, min(self.batch_tokens, padded) // 2)
+        log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
     def _assemble(
         self, work: ReadyRows, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]

@@ -17,7 +17,8 @@ from sweeps import sweep
 from torchlake.errors import FingerprintError, UsageError
 from torchlake.models import load
 from torchlake.models.generation import generation_options
-from torchlake.runtimes._generating import draws, left_padded
+from torchlake.runtimes._writing.row import draws
+from torchlake.runtimes._writing.static import padded
 
 TEXTS = ["the film", "a", "the plot of this movie is " * 3, "good", "not a film , but a story of all of it", "we"]
 CHAT = [{"role": "user", "content": "is it a good film ?"}]
@@ -73,15 +74,14 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(tiny_gpt2: Path) -> None:
     ids = tokenizer("the film", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         shares = AutoModelForCausalLM.from_pretrained(tiny_gpt2)(ids).logits[0, -1].softmax(-1).numpy()
-    mask = np.ones(ids.shape, dtype=np.int64)
     options = [generation_options("text_generation", writes=True, temperature=1.0, seed=seed) for seed in range(2000)]
-    uniform = np.array([draws(ids.numpy(), mask, each)[0, 0] for each in options if each is not None])
+    uniform = np.array([draws(ids.numpy()[0], each)[0] for each in options if each is not None])
     found = np.bincount(np.searchsorted(np.cumsum(shares, dtype=np.float64), uniform), minlength=len(shares)) / 2000
     assert (np.abs(found - shares) <= 4 * np.sqrt(shares * (1 - shares) / 2000) + 1e-3).all()
 
 
-def test_padding_moves_to_the_left() -> None:
-    ids, mask = left_padded(np.array([[5, 6, 7], [8, 0, 0]]), np.array([[1, 1, 1], [1, 0, 0]]), 0)
+def test_prompts_of_unequal_length_are_padded_on_the_left() -> None:
+    ids, mask = padded([np.array([5, 6, 7]), np.array([8])], 0, left=True)
     assert (ids.tolist(), mask.tolist()) == ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]])
 
 

@@ -17,7 +17,8 @@ from torchlake.data.features import from_arrow
 from torchlake.errors import DataError, UsageError
 from torchlake.models.generation import GenerationOptions
 from torchlake.models.load import load_spec
-from torchlake.runtimes.eager import load_generator
+from torchlake.runtimes import write_all
+from torchlake.runtimes.eager import open_writer
 from torchlake.tasks.text2text_generation import task
 
 SPEC = TaskSpec(
@@ -57,13 +58,14 @@ def test_texts_are_those_of_transformers_in_any_batch(tmp_path: Path, kind: Any)
     folder = tiny.build_encoder_decoder(tmp_path, kind=kind)
     processor = task.load_processor(folder, SPEC, scoring=True)
     made = task.features({"text": task_cases.verdicts(6)["text"].combine_chunks()}, processor, SPEC)
-    write = load_generator(folder, SPEC, device="cpu", options=GenerationOptions(max_new_tokens=5))
-    together = write(**task.collate(made.arrays, np.arange(6), processor, SPEC))
+    options = GenerationOptions(max_new_tokens=5)
+    writer = open_writer(folder, SPEC, device="cpu", options=options)
+    prompts = [task.collate(made.arrays, np.array([row]), processor, SPEC)["input_ids"][0] for row in range(6)]
+    together = write_all(writer, prompts, options)
     model = task.load_model(folder, SPEC)
     for row in range(6):
-        batch = task.collate(made.arrays, np.array([row]), processor, SPEC)
-        np.testing.assert_array_equal(together[row], write(**batch)[0])
-        ids = torch.from_numpy(batch["input_ids"])
+        np.testing.assert_array_equal(together[row], write_all(writer, prompts[row : row + 1], options)[0])
+        ids = torch.from_numpy(prompts[row])[None]
         theirs = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=1)[0, 1:]
         shown = together[row][together[row] >= 0]
         assert theirs[: len(shown)].tolist() == shown.tolist()

@@ -1,7 +1,7 @@
 """The texts of chunks, kept as they end: what the journal and the attempt's log get while a model writes.
 
-    answers (W,) int32, without NOTHING at the end   the records of `journal.py`
-    rows left, tokens written                        the notes of `poison_rows.py`: progress, and suspects
+    tokens of an answer (W,) int32   the records of `journal.py`
+    rows left, tokens written        the notes of `poison_rows.py`: progress, and suspects
 
 Every `PIECE_S` the tokens of the rows that have not ended are kept, too: one row may take minutes.
 """
@@ -21,7 +21,7 @@ from torchlake.data.features import Features
 from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
-from torchlake.models.generation import NOTHING, Answers, Watch
+from torchlake.runtimes import EMPTY, Ended, Text, Writer
 
 PIECE_S = 10.0
 NOTE_S = 1.0
@@ -53,20 +53,22 @@ class Writing:
     def __init__(self, location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> None:
         self.journals: list[Journal] = []
         self.known: dict[int, np.ndarray] = {}
-        self.begun: dict[int, np.ndarray] = {}
+        self.begun: dict[int, Text] = {}
         self._starts: list[int] = list(accumulate((one.count for _, one in chunks), initial=0))
         for start, (name, one) in zip(self._starts, chunks, strict=False):
             journal = Journal(location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
             self.journals.append(journal)
             self.known |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
-            self.begun |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.begun.items()}
+            self.begun |= {
+                start + row: Text(tokens=np.frombuffer(answer, "<i4")) for row, answer in journal.begun.items()
+            }
         self.tokens = 0
         "Tokens written in this attempt."
         self._attempt = attempt
+        self._ended = 0
+        "Those of texts that have ended."
         self._kept: dict[int, int] = {}
         "How many tokens of a row that has not ended this attempt has kept."
-        self._left: set[int] = set()
-        "Rows of the batch that have not ended."
         self._saved = self._noted = time.monotonic()
         if self.known:
             with attempt.running("score", sorted(self.known)):  # they count as progress
@@ -78,44 +80,34 @@ class Writing:
         number = bisect_right(self._starts, row) - 1
         return self.journals[number], row - self._starts[number]
 
-    def watch(self, rows: np.ndarray) -> Watch:
-        """Return the watch of a batch; all of its rows have as many tokens that were written before."""
-        self._left = set(rows.tolist())
-        begun = np.array([self.begun.get(row, ()) for row in rows.tolist()], np.int32).reshape(len(rows), -1)
-        return Watch(self._report, rows, begun)
-
-    def finish(self, rows: np.ndarray, answers: np.ndarray) -> None:
-        """Keep the answers (B, W) of rows (B,) that have ended."""
-        for row, answer in zip(rows.tolist(), answers, strict=True):
-            if row not in self.known:
-                self.known[row] = answer[answer != NOTHING]
-                journal, number = self._at(row)
-                journal.append(number, self.known[row].astype("<i4").tobytes())
-
-    def _report(self, rows: np.ndarray, ended: np.ndarray, answers: Answers) -> None:
+    def report(self, writer: Writer, ended: Sequence[Ended]) -> None:
+        """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
         self._attempt.advance()
-        self._left -= set(rows[ended].tolist())
-        running = np.array([row not in self.known for row in rows.tolist()], bool)
-        self.tokens += int(running.sum())
-        new = running & ended
-        if new.any():
-            self.finish(rows[new], answers(np.flatnonzero(new)))
+        for one in ended:
+            self.known[one.row] = one.text.tokens
+            self._ended += self._new(one.row, one.text)
+            journal, number = self._at(one.row)
+            journal.append(number, one.text.tokens.astype("<i4").tobytes())
         now = time.monotonic()
         if now - self._saved > PIECE_S:
             self._saved = now
-            self._keep(rows[~ended].tolist(), answers(np.flatnonzero(~ended)))
+            for row in writer.rows:
+                self._keep(row, writer.text(row).tokens)
         if now - self._noted > NOTE_S:
             self._noted = now
-            self._attempt.narrow(sorted(self._left), self.tokens)  # a batch may be written in several parts
+            self.tokens = self._ended + sum(self._new(row, writer.text(row)) for row in writer.rows)
+            self._attempt.narrow(sorted(writer.rows), self.tokens)
 
-    def _keep(self, rows: Sequence[int], answers: np.ndarray) -> None:
-        for row, answer in zip(rows, answers, strict=True):
-            tokens, kept = answer[answer != NOTHING].astype("<i4"), self._kept.get(row, 0)
-            # Not of a row whose model gave NaN, and not what is written again after memory ran out.
-            if len(tokens) > kept and (tokens >= 0).all():
-                journal, number = self._at(row)
-                journal.extend(number, 4 * kept, tokens[kept:].tobytes())
-                self._kept[row] = len(tokens)
+    def _new(self, row: int, text: Text) -> int:
+        """Return how many tokens of a text are of this attempt."""
+        return int((text.tokens >= 0).sum()) - len(self.begun.get(row, EMPTY).tokens)
+
+    def _keep(self, row: int, tokens: np.ndarray) -> None:
+        kept = self._kept.get(row, 0)
+        if len(tokens) > kept:  # not what is written again after an exception
+            journal, number = self._at(row)
+            journal.extend(number, 4 * kept, tokens[kept:].astype("<i4").tobytes())
+            self._kept[row] = len(tokens)
 
 
 @contextmanager
@@ -141,9 +133,3 @@ def marks(features: Features) -> list[bytes]:
             own = array.values[array.offsets[row] : array.offsets[row + 1]] if isinstance(array, Ragged) else array[row]
             one.update(np.ascontiguousarray(own).tobytes() + b"/")
     return [one.digest() for one in hashes]
-
-
-def by_begun(rows: np.ndarray, begun: dict[int, np.ndarray]) -> list[np.ndarray]:
-    """Return rows (N,) in groups of as many tokens that were written before, the longest texts first."""
-    lengths = np.array([len(begun.get(row, ())) for row in rows.tolist()], np.int64)
-    return [rows[lengths == length] for length in np.unique(lengths)[::-1]]

@@ -24,7 +24,7 @@ from torchlake.config.job import Job
 from torchlake.config.sections.train import WritingConfig
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import bins
-from torchlake.data.batching import Ragged, rectangle
+from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import input_ids_of
 from torchlake.errors import DataError
@@ -34,6 +34,7 @@ from torchlake.models.generation import GenerationOptions, decoded
 from torchlake.models.load import load_tokenizer, positions
 from torchlake.optim.precision import ComputeWeights
 from torchlake.runs.folder import WRITTEN
+from torchlake.runtimes import write_all
 from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
 
@@ -155,24 +156,20 @@ def computing(state: TrainState) -> Iterator[Any]:
 
 def _answerer(state: TrainState, model: Any, prompts: Prompts) -> Callable[[list[np.ndarray]], np.ndarray]:
     """Return the function from prompts to answers (B, W)."""
-    from torchlake.runtimes._generating import generator
+    from torchlake.runtimes._writing.static import StaticWriter
 
     tokenizer = prompts.tokenizer
-    generate = generator(
+    options = GenerationOptions(max_new_tokens=prompts.options.max_new_tokens)
+    writer = StaticWriter(
         model,
         prompts.folder,
-        GenerationOptions(max_new_tokens=prompts.options.max_new_tokens),
+        options,
         ends=state.task.end_tokens(prompts.folder, tokenizer, state.spec),
         while_training=True,
         together=state.group.world_size > 1 and _is_sharded(state.module),
     )
 
-    def answer(prompts: list[np.ndarray]) -> np.ndarray:
-        lengths = np.array([len(prompt) for prompt in prompts])
-        ids, mask = rectangle(np.concatenate(prompts).astype(np.int64), lengths, tokenizer.pad_token_id)
-        return generate(input_ids=ids, attention_mask=mask)
-
-    return answer
+    return lambda some: write_all(writer, some, options)
 
 
 def _is_sharded(module: Any) -> bool:

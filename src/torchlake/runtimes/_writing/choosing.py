@@ -1,0 +1,71 @@
+"""Which token comes next: the scores of every row in, a token of every row out.
+
+    scores (B, V) -> tokens that the row's mask allows -> temperature, top_k, top_p -> the row's own draw -> tokens (B,)
+
+Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
+computed together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from torchlake.models.generation import NON_FINITE, GenerationOptions
+from torchlake.runtimes._writing.row import Row
+
+
+def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
+    """Return the next token of each row, (B,) int64, from the scores (B, V); NON_FINITE where a score is NaN or
+    infinity."""
+    # The maximum is NaN if any score is.
+    finite = torch.isfinite(scores.amax(-1)).cpu().numpy()
+    scores = masked(scores, rows)
+    tokens = np.empty(len(rows), np.int64)
+    groups: dict[GenerationOptions, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(_settings(row.options), []).append(place)
+    for options, places in groups.items():
+        some = scores if len(places) == len(rows) else scores[places]
+        drawn = [rows[place].drawn[len(rows[place].tokens)] for place in places] if options.temperature else []
+        tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
+    tokens[~finite] = NON_FINITE
+    return tokens
+
+
+def masked(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return the scores with -inf for the tokens that a row's mask excludes."""
+    masks = {place: row.mask(row.tokens) for place, row in enumerate(rows) if row.mask is not None}
+    if all(mask is None for mask in masks.values()):
+        return scores
+    scores = scores.clone()
+    for place, mask in masks.items():
+        if mask is not None:
+            scores[place, ~torch.from_numpy(mask).to(scores.device)] = -torch.inf
+    return scores
+
+
+def _settings(options: GenerationOptions) -> GenerationOptions:
+    """Return the options by which rows are computed together: without those that are a row's own."""
+    return replace(options, seed=0, stop=(), max_new_tokens=1)
+
+
+def _chosen(scores: torch.Tensor, options: GenerationOptions, drawn: np.ndarray) -> torch.Tensor:
+    """Return the tokens (B,) of rows with equal options; `drawn` (B,) are their numbers for this token."""
+    if options.temperature == 0:
+        return torch.argmax(scores, -1)
+    warpers: list[Any] = [TemperatureLogitsWarper(float(options.temperature))]
+    if options.top_k is not None:
+        warpers.append(TopKLogitsWarper(options.top_k))
+    if options.top_p is not None and options.top_p < 1:
+        warpers.append(TopPLogitsWarper(options.top_p))
+    possible: Any = scores.float()
+    for warper in warpers:
+        possible = warper(None, possible)
+    below = possible.double().softmax(-1).cumsum(-1)
+    wanted = torch.from_numpy(drawn).to(below.device)[:, None] * below[:, -1:]
+    chosen: torch.Tensor = (below < wanted).sum(-1).clamp_(max=scores.shape[1] - 1)
+    return chosen

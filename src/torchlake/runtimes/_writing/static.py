@@ -1,0 +1,229 @@
+"""Texts by transformers' `generate`: all rows of a batch begin together, and a row keeps its place to the end.
+
+    prompts, padded on the left -> generate -> answers, one token of every row per step
+
+An encoder-decoder (T5, BART) reads its prompts as they are, and its answer begins with a separate start token.
+
+Rows of a batch do not influence each other. With padding on the left all prompts end at the same position; the mask
+excludes the padding, and positions count from each row's own first token. A row that an earlier attempt has begun is
+continued: its tokens are read with the prompt, which costs about as much as one step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+
+from torchlake.errors import DataError, ran_out_of_memory
+from torchlake.models.config import decoder_start, in_words
+from torchlake.models.generation import GenerationOptions, language_token, settings_of
+from torchlake.models.load import load_tokenizer
+from torchlake.runtimes import EMPTY, Report, Text
+from torchlake.runtimes._writing.choosing import choose
+from torchlake.runtimes._writing.row import Row
+
+AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+"Relative to the largest logit: above rounding, below the effect of other positions."
+
+
+class StaticWriter:
+    """A Writer whose rows are written in batches.
+
+    `ends`: the end tokens, in place of the folder's. `while_training`: tensors stay usable for gradients. `together`:
+    all ranks compute as many tokens, because they gather weights together; each has one prompt at a time if padding
+    matters.
+    """
+
+    refills = False
+
+    def __init__(
+        self,
+        model: Any,
+        folder: Path,
+        options: GenerationOptions,
+        *,
+        ends: Sequence[int] = (),
+        while_training: bool = False,
+        together: bool = False,
+    ) -> None:
+        self._without_gradients: Any = torch.no_grad if while_training else torch.inference_mode
+        self._model, self._together = model, together
+        self._tokenizer, self._own = load_tokenizer(folder), settings_of(folder)
+        self._apart = bool(model.config.is_encoder_decoder)
+        if self._apart and "decoder_start_token_id" not in self._own:
+            begin = self._own["bos_token_id"] if "bos_token_id" in self._own else decoder_start(model.config)
+            self._own["decoder_start_token_id"] = begin
+        if options.language is not None:
+            self._own["forced_bos_token_id"] = language_token(folder, options.language)
+        self._own["eos_token_id"] = self.ends = list(ends) or end_tokens(self._own, self._tokenizer)
+        # An end that is forced on rows that reach the limit is no part of a text: the rows end before it.
+        self._unwritten = int(self._own.pop("forced_eos_token_id", None) is not None)
+        # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
+        model.generation_config = GenerationConfig()
+        self._rows: dict[int, Row] = {}
+        with self._without_gradients():
+            self.padding_matters = not self._apart and _reads_padding(model, self._config(2), together=together)
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows that have not ended."""
+        return list(self._rows)
+
+    def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
+        """Take a row."""
+        self._rows[row] = Row(
+            number=row,
+            prompt=ids,
+            options=options,
+            ends=self.ends,
+            tokenizer=self._tokenizer,
+            tokens=begun.tokens.tolist(),
+            limit=options.max_new_tokens - self._unwritten,
+        )
+
+    def text(self, row: int) -> Text:
+        """Return what is written of a row that has not ended."""
+        return self._rows[row].text
+
+    def step(self, report: Report) -> None:
+        """Write a batch: the rows of which as many tokens are written already, the longest texts first."""
+        try:
+            self._write(self._batch(), report)
+        except BaseException:
+            self._rows.clear()
+            raise
+
+    def _batch(self) -> list[Row]:
+        def likeness(row: Row) -> tuple[int, ...]:
+            alike = (-len(row.tokens), len(row.prompt) if self.padding_matters else 0)
+            return (*alike, row.number) if self.padding_matters and self._together else alike
+
+        first = min(map(likeness, self._rows.values()))
+        return [row for row in self._rows.values() if likeness(row) == first]
+
+    def _write(self, rows: Sequence[Row], report: Report) -> None:
+        def tell() -> None:
+            ended = [row.ended for row in rows if row.reason is not None and row.number in self._rows]
+            for one in ended:
+                del self._rows[one.row]
+            report(ended)
+
+        begun, most = len(rows[0].tokens), max(row.limit for row in rows)
+        if begun >= most:
+            tell()
+            return
+        choosing = _Choosing(rows)
+        with self._without_gradients():
+            self._model.generate(
+                **{name: torch.from_numpy(each).to(self._model.device) for name, each in self._inputs(rows).items()},
+                generation_config=self._config(most, begun),
+                logits_processor=[choosing],
+                stopping_criteria=[_Stopping(choosing, tell)],
+                synced_gpus=self._together,
+            )
+
+    def _inputs(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+        """Return the inputs of `generate`: prompts (B, L), and the texts that were begun."""
+        begun = np.array([row.tokens for row in rows], np.int64).reshape(len(rows), -1)
+        ids, mask = padded([row.prompt for row in rows], self._tokenizer.pad_token_id, left=not self._apart)
+        if not begun.shape[1]:
+            return {"input_ids": ids, "attention_mask": mask}
+        if self._apart:
+            start = np.full((len(begun), 1), self._own["decoder_start_token_id"], np.int64)
+            begun = np.concatenate([start, begun], axis=1)
+            return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": begun}
+        return {
+            "input_ids": np.concatenate([ids, begun], axis=1),
+            "attention_mask": np.concatenate([mask, np.ones_like(begun)], axis=1),
+        }
+
+    def _config(self, most: int, begun: int = 0) -> GenerationConfig:
+        """Return the settings for texts of up to `most` tokens, of which `begun` are written."""
+        changes = {"begin_suppress_tokens": None} if begun else {}
+        tokens = {"bos_token_id": self._tokenizer.bos_token_id, **self._own, **changes}
+        return GenerationConfig(
+            max_new_tokens=most - begun, do_sample=False, **{**tokens, "pad_token_id": self._tokenizer.pad_token_id}
+        )
+
+
+def _reads_padding(model: Any, config: GenerationConfig, *, together: bool) -> bool:
+    """Return whether padding before a prompt changes the logits of the two tokens after it.
+
+    It does in XLNet, and in the decoders of BART and similar models, whose positions begin at the padding.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    changes = {"max_new_tokens": 2, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    first = GenerationConfig(**{**config.to_diff_dict(), **changes})
+
+    def logits(ids: list[list[int]], mask: list[list[int]]) -> torch.Tensor:
+        sent = [torch.tensor(each, device=model.device) for each in (ids, mask)]
+        options: dict[str, Any] = {"generation_config": first, "synced_gpus": together}
+        made: Any = model.generate(input_ids=sent[0], attention_mask=sent[1], **options)
+        return torch.stack(made.logits, dim=1).float()
+
+    long, short = ([number * 7 % size for number in range(1, length + 1)] for length in (11, 5))
+    padding = len(long) - len(short)
+    masks = [[1] * len(long), [0] * padding + [1] * len(short)]
+    try:
+        alone = logits([short], [[1] * len(short)])[0]
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise DataError(f"a model of type {model.config.model_type!r} cannot generate: {in_words(error)}") from error
+    try:
+        beside = logits([long, [first.pad_token_id] * padding + short], masks)[1]
+    except (ValueError, IndexError):  # it computes prompts without padding only
+        return True
+    return not bool((alone - beside).abs().max() <= AGREEMENT[model.dtype] * max(1.0, float(alone.abs().max())))
+
+
+def padded(prompts: Sequence[np.ndarray], pad_id: int, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompts as one array, and its mask, both (B, L) int64."""
+    width = max(map(len, prompts))
+    ids, mask = np.full((len(prompts), width), pad_id), np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        place = slice(width - len(prompt), width) if left else slice(0, len(prompt))
+        ids[row, place], mask[row, place] = prompt, 1
+    return ids, mask
+
+
+class _Choosing(LogitsProcessor):
+    """Masks all tokens of a row except the chosen one; `chosen` (B,) are those of the last step."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.chosen = np.zeros(len(rows), np.int64)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        running = [place for place, row in enumerate(self.rows) if row.reason is None]
+        if len(running) == len(self.rows):
+            self.chosen = choose(scores, self.rows)
+        elif running:
+            self.chosen[running] = choose(scores[running], [self.rows[place] for place in running])
+        places = torch.from_numpy(self.chosen.clip(min=0)).to(scores.device)[:, None]
+        alone: Any = torch.full_like(scores, -torch.inf).scatter_(1, places, 0.0)
+        return alone  # type: ignore[no-any-return]
+
+
+class _Stopping(StoppingCriteria):
+    """Gives each row its token, ends it, and reports."""
+
+    def __init__(self, choosing: _Choosing, tell: Callable[[], None]) -> None:
+        self.choosing, self.tell = choosing, tell
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.Tensor:
+        rows = self.choosing.rows
+        for row, token in zip(rows, self.choosing.chosen.tolist(), strict=True):
+            if row.reason is None:
+                row.take(token)
+        self.tell()
+        return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
+
+
+def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
