@@ -1,7 +1,8 @@
 """The options of text generation, what a model's folder says about it, and the encoding of answers.
 
     answers (B, W) int32    token ids of each row; END where the model ended its answer, NOTHING after an answer;
-                            NON_FINITE in the whole row if the model gave NaN or infinity
+                            NON_FINITE in the whole row if the model gave NaN or infinity; STUCK where a grammar
+                            allows no token
 
 Runtimes return answers, and the task decodes them. Both search for stop strings in the text of `decoded`, so the text
 is cut where generation stopped.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOTHING, END, NON_FINITE = -1, -2, -3
+NOTHING, END, NON_FINITE, STUCK = -1, -2, -3, -4
 CONFIG = "generation_config.json"
 LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
 "The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
@@ -127,9 +128,9 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def end_tokens(folder: Path, own: Mapping[str, Any]) -> list[int]:
+def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
-    named = own.get("eos_token_id", load_tokenizer(folder).eos_token_id)
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
     return sorted(named) if isinstance(named, list) else [named]
 
 
@@ -139,7 +140,7 @@ def check_settings(folder: Path, options: GenerationOptions) -> None:
     if options.language is not None:
         language_token(folder, options.language)
     if options.structure is not None:
-        check_structure(options.structure, folder, ends=end_tokens(folder, own), new_tokens=options.max_new_tokens)
+        check_structure(options.structure, folder, ends=end_tokens(own, load_tokenizer(folder)), new_tokens=options.max_new_tokens)
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))
@@ -158,9 +159,13 @@ def language_token(folder: Path, language: str) -> int:
     return names[language.strip("_")]
 
 
-def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:
-    """Return the text of one row's tokens, without special tokens."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, exact: bool = False) -> str:
+    """Return the text of one row's tokens, without special tokens.
+
+    `exact`: as the tokens spell it; some tokenizers remove the space before punctuation.
+    """
+    changes = {"clean_up_tokenization_spaces": False} if exact else {}
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True, **changes)
     return text
 
 

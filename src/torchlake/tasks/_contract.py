@@ -312,6 +312,12 @@ class BaseTask:
         """Return the prediction columns of the answers of N rows, in `output_schema`."""
         raise self._lacks("output_columns")
 
+    def answer_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> tuple[pa.Table, dict[int, str]]:
+        """Return `output_columns`, and {row: reason} for answers that are kept beside an error."""
+        return self.output_columns(answers, processor, spec, options), {}
+
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; every row has
         both."""

@@ -37,20 +37,11 @@ def check_choices(choices: Sequence[str], tokenizer: Any, new_tokens: int) -> No
         )
 
 
-def answers_of(scores: np.ndarray, temperature: float, drawn: np.ndarray, nothing: int) -> np.ndarray:
-    """Return the answers of log-probabilities (B, C), of which random numbers (B,) choose one above temperature 0.
-
-    A row with a score that is not finite is filled with `nothing`.
-    """
-    finite = np.isfinite(scores).all(axis=1)
-    scores = np.where(finite[:, None], scores, 0.0)
-    chosen = scores.argmax(axis=1)
-    if temperature:
-        below = _shares(scores / temperature).cumsum(axis=1)
-        chosen = (below < drawn[:, None] * below[:, -1:]).sum(axis=1)
-    answers = np.concatenate([chosen[:, None], _shares(scores).astype(np.float32).view(np.int32)], axis=1)
-    answers[~finite] = nothing
-    return answers.astype(np.int32)
+def answer_of(scores: np.ndarray, temperature: float, drawn: float) -> np.ndarray:
+    """Return the answer (C+1,) of log-probabilities (C,); a random number chooses it above temperature 0."""
+    below = _shares(scores / (temperature or 1.0)).cumsum()
+    chosen = int((below < drawn * below[-1]).sum()) if temperature else int(scores.argmax())
+    return np.append(np.int32(chosen), _shares(scores).astype(np.float32).view(np.int32))
 
 
 def read_answers(answers: np.ndarray, choices: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -72,6 +63,6 @@ def probability_fields(choices: Sequence[str]) -> list[pa.Field]:
 
 
 def _shares(scores: np.ndarray) -> np.ndarray:
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    shares: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
+    powers = np.exp(scores - scores.max())
+    shares: np.ndarray = powers / powers.sum()
     return shares

@@ -127,16 +127,13 @@ def matches(tokenizer: "LLTokenizer", grammar: str, text: bytes) -> "tuple[bool,
 def _grammar(structure: Structure, *, space: bool) -> str:
     from llguidance import LLMatcher
 
-    before = '" "? ' if space else ""
     if structure.kind == "json_schema":
         if not space:
             return _json_grammar(structure.schema)
         schema = {"x-guidance": FORM, **_mapping(closed(structure.schema))}
-        return LLMatcher.grammar_from_lark(f"start: {before}json\njson: %json {json.dumps(schema)}")
+        return LLMatcher.grammar_from_lark(f'start: " "? json\njson: %json {json.dumps(schema)}')
     if structure.kind == "regex":
         return LLMatcher.grammar_from_regex(f" ?(?:{structure.text})" if space else structure.text)
-    if structure.kind == "choices":
-        return LLMatcher.grammar_from_lark(f"start: {before}({' | '.join(map(json.dumps, structure.choices))})")
     return LLMatcher.grammar_from_lark(structure.text)
 
 

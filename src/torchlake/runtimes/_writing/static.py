@@ -9,7 +9,7 @@ excludes the padding, and positions count from each row's own first token. A row
 continued: its tokens are read with the prompt, which costs about as much as one step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import decoder_start, in_words
-from torchlake.models.generation import GenerationOptions, language_token, settings_of
+from torchlake.models.generation import GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import EMPTY, Report, Text
 from torchlake.runtimes._writing.choosing import choose
@@ -83,6 +83,8 @@ class StaticWriter:
             tokens=begun.tokens.tolist(),
             limit=options.max_new_tokens - self._unwritten,
         )
+        if not self._apart:  # else the model may force the first token
+            self._rows[row].force()
 
     def text(self, row: int) -> Text:
         """Return what is written of a row that has not ended."""
@@ -112,7 +114,7 @@ class StaticWriter:
             report(ended)
 
         begun, most = len(rows[0].tokens), max(row.limit for row in rows)
-        if begun >= most:
+        if begun >= most or all(row.reason is not None for row in rows):
             tell()
             return
         choosing = _Choosing(rows)
@@ -222,8 +224,3 @@ class _Stopping(StoppingCriteria):
         self.tell()
         return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
 
-
-def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
-    named = own.get("eos_token_id", tokenizer.eos_token_id)
-    return sorted(named) if isinstance(named, list) else [named]
