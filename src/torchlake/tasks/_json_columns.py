@@ -99,7 +99,8 @@ class _Types:
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], place: Place, seen: tuple[str, ...]) -> pa.DataType:
         if kind == "object":
-            if "patternProperties" in schema or schema.get("additionalProperties", True) or "properties" not in schema:
+            open_ended = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
+            if open_ended or "properties" not in schema:
                 raise _refused(place, "its keys are not known: list them in properties, without additionalProperties")
             named = schema["properties"].items()
             missing = [name for name in schema.get("required", []) if name not in schema["properties"]]

@@ -119,7 +119,8 @@ def place_of(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str, st
     while message is not None:
         for inner, one in (*parts(part, place), *_referred(schema, part)):
             found = alone(inner)
-            if found is not None and inner not in seen and _counts(part, inner, found):
+            around = isinstance(one, dict) and one.get("$ref") in {f"#{pointer(each)}" for each in seen}
+            if found is not None and inner not in seen and not around and _counts(part, inner, found):
                 place, part, message = inner, one, found
                 seen.add(inner)
                 break
