@@ -1,6 +1,7 @@
 """What the tasks that write texts share: the loss of each next token, and the columns of written texts."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,13 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
-from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place, without_reasoning
+from torchlake.models.generation import END, STUCK, decoded, settings_of, stop_place, without_reasoning
+from torchlake.models.structured.choices import probability_fields, read_answers, tokens_of
+from torchlake.models.structured.structure import Structure
 from torchlake.tables.chunks import RowCost
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
 from torchlake.tasks._completions import turn_end
+from torchlake.tasks._json_columns import json_columns, json_schema_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +29,8 @@ TEXT, REASONING = pa.field("generated_text", pa.string()), pa.field("reasoning",
 PROMPT_TOKENS = pa.field("prompt_tokens", pa.int32())
 COUNTS = (PROMPT_TOKENS, pa.field("generated_tokens", pa.int32()), pa.field("finish_reason", pa.string()))
 MEAN, EACH = pa.field("logprob", pa.float32()), pa.field("token_logprobs", pa.list_(pa.float32()))
+CUT = "length: the text was cut after {} tokens; raise max_new_tokens"
+NO_TOKEN = "no_token: the tokenizer, or what the model suppresses, leaves no token that continues the text"
 
 
 class WritingTask(BaseTask):
@@ -71,10 +77,11 @@ class WritingTask(BaseTask):
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
         """Return the generated text, the numbers of tokens, and the finish reason: "stop" or "length"; if the chat
-        template has marks of reasoning, the reasoning too, and log-probabilities if they are asked for."""
+        template has marks of reasoning, the reasoning too, and log-probabilities if they are asked for; with a
+        structure, the probabilities of its choices, or the columns of its schema."""
         reasoning = [] if options.marks is None else [REASONING]
         logprobs = {None: [], "mean": [MEAN], "tokens": [MEAN, EACH]}[options.logprobs]
-        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs])
+        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs, *_own_fields(options.structure)])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -83,26 +90,59 @@ class WritingTask(BaseTask):
 
         Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
-        schema = self.output_schema(spec, options)
+        return self.answer_columns(answers, processor, spec, options)[0]
+
+    def answer_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> tuple[pa.Table, dict[int, str]]:
+        """Return `output_columns`, and the errors of texts that do not fit their structure to the end."""
+        structure, own = options.structure, _own_fields(options.structure)
+        chosen = None if structure is None or not structure.choices else _chosen(answers, processor, structure)
+        schema = self.output_schema(spec, replace(options, structure=None))
         columns: dict[str, list[Any]] = {name: [] for name in schema.names}
         for row, answer in enumerate(answers):
-            written = answer[(answer != NOTHING) & (answer != END)]
-            text = decoded(processor, written, kept=options.marks or ())
-            place = stop_place(text, options.own[row].stop if options.own else options.stop)
-            found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
-            text = text[:place]
-            if options.marks is not None:
-                begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
-                found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)
-            found["generated_text"] = text
-            found["finish_reason"] = "length" if place is None and END not in answer else "stop"
+            found: dict[str, Any] = {"reasoning": None}
+            if chosen is None:
+                found |= _read(answer, row, processor, options)
+            else:
+                text, size = chosen[0][row], chosen[1][row]
+                found |= {"generated_text": text, "generated_tokens": size, "finish_reason": "stop"}
             found["prompt_tokens"] = None if options.features is None else options.features.lengths[row]
             if options.logprobs is not None:
                 found["token_logprobs"] = each = options.written[row]
                 found["logprob"] = each.mean() if len(each) else 0.0
             for name in columns:
                 columns[name].append(found[name])
-        return pa.table(columns, schema=schema)
+        table, errors = pa.table(columns, schema=schema), dict[int, str]()
+        if chosen is not None:
+            added = pa.table(list(chosen[2].T), schema=pa.schema(own))
+        elif structure is not None:
+            reasons, counts = columns["finish_reason"], columns["generated_tokens"]
+            errors = {row: CUT.format(counts[row]) for row, reason in enumerate(reasons) if reason == "length"}
+            errors |= dict.fromkeys(np.flatnonzero((answers == STUCK).any(axis=1)).tolist(), NO_TOKEN)
+            added, bad = json_columns(columns["generated_text"], pa.schema(own)) if structure.columns else (None, {})
+            errors = bad | errors
+        if own:
+            for field, column in zip(added.schema, added.columns, strict=True):
+                table = table.append_column(field, column)
+        return table, errors
+
+
+def _read(answer: np.ndarray, row: int, processor: Any, options: ColumnOptions) -> dict[str, Any]:
+    """Return the columns of the text of one row, from its tokens (W,)."""
+    written = answer[answer >= 0]
+    text = decoded(processor, written, kept=options.marks or (), exact=options.structure is not None)
+    place = stop_place(text, options.own[row].stop if options.own else options.stop)
+    text, reasoning = text[:place], None
+    if options.marks is not None and options.structure is None:
+        begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
+        reasoning, text = without_reasoning(text, options.marks, begun=begun)
+    return {
+        "generated_text": text,
+        "reasoning": reasoning,
+        "generated_tokens": len(written),
+        "finish_reason": "length" if place is None and END not in answer else "stop",
+    }
 
 
 def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
@@ -110,3 +150,19 @@ def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
     ids: Any = features.arrays[INPUT_IDS]
     last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
     return bool(tokenizer.decode(last).rstrip().endswith(mark))
+
+
+def _own_fields(structure: Structure | None) -> list[pa.Field]:
+    """Return the columns that a structure adds."""
+    if structure is None:
+        return []
+    return list(json_schema_of(structure.schema)) if structure.columns else probability_fields(structure.choices)
+
+
+def _chosen(answers: np.ndarray, processor: Any, structure: Structure) -> tuple[list[str], list[int], np.ndarray]:
+    """Return the choice of each row, its number of tokens, and the probabilities (B, C) of all choices."""
+    texts, probabilities = read_answers(answers, structure.choices)
+    sizes = {
+        text: len(one) for text, one in zip(structure.choices, tokens_of(structure.choices, processor), strict=True)
+    }
+    return texts, [sizes[text] for text in texts], probabilities

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -44,12 +43,10 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
     return arm
 
 
-def test_help_is_quick_and_loads_no_library() -> None:
+def test_help_loads_no_library() -> None:
     code = "import sys; from torchlake.cli.main import main; main(['--help']); "
     code += f"print(*sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - began < 10, "a second on a free machine; much more means that a library is loaded"
     assert "Commands:" in done.stdout
     assert done.stderr.split() == []
 

@@ -114,7 +114,6 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
         tl.predict(tiny_model, dataset, engine=tl.Local())
     with pytest.raises(TableError, match="there is no text column 'review'"):
         tl.predict(tiny_model, dataset, text="review")
-    began = time.monotonic()
     with pytest.raises(UsageError, match="Ray has room for 2 of 9 ranks that run at the same time and need 1 CPU each"):
         tl.Ray(processes=9).launch(os.getpid)
     with pytest.raises(UsageError, match="Ray has room for 0 of 2 ranks .* need 1 CPU, 1 GPU each"):
@@ -129,7 +128,6 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
         tl.Ray(placement_strategy="DEFAULT").launch(os.getpid)
     with pytest.raises(UsageError, match="'horovod'"):
         tl.Ray(launcher="horovod")
-    assert time.monotonic() - began < 5
 
 
 def test_every_chunk_is_a_named_call_with_its_time() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,8 @@ def test_a_master_that_does_not_answer_is_one_sentence(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
         port = closed.getsockname()[1]
-        began = time.monotonic()
         with pytest.raises(UsageError) as error:
             Spark(master=f"spark://localhost:1,127.0.0.1:{port}").session.get()
-    assert time.monotonic() - began < 20
     said = str(error.value)
     assert f"cannot be reached (localhost:1: Connection refused; 127.0.0.1:{port}: Connection refused)" in said
     assert "\n" not in said
@@ -200,11 +197,9 @@ def test_a_frame_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path, spa
     assert sorted(path.name for path in spooled.iterdir()) == before, "what the run began with stays"
 
 
-def test_more_ranks_than_slots_are_refused_in_seconds(spark: SparkSession) -> None:
-    began = time.monotonic()
+def test_more_ranks_than_slots_are_refused(spark: SparkSession) -> None:
     with pytest.raises(UsageError, match=r"3 ranks have to run at the same time, but Spark has 2 task slots"):
         tl.Spark(spark, processes=3).launch(os.getpid)
-    assert time.monotonic() - began < 5
 
 
 def test_more_workers_than_slots_do_with_the_slots(spark: SparkSession) -> None:

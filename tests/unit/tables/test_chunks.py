@@ -160,9 +160,9 @@ def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
     )
     chunks = tuple(replace(chunk, index=place, first_row=place) for place in range(100_000))
     plan = ChunkPlan(inputs=(one,), chunks=chunks, serialized=serialized, rows=100_000)
-    began = time.perf_counter()
+    began = time.process_time()
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert again == plan
     assert again.id == plan.id
     assert seconds < 5
