@@ -205,7 +205,8 @@ def compare(
 
 @_command(
     "optimize runs/reviews/model --sample reviews.parquet",
-    f"sample! input csv text text_pair inputs label where limit max_drop min_agreement budget runtimes rows {ENGINE}",
+    f"sample! input csv text text_pair inputs label where limit max_drop min_agreement budget runtimes rows "
+    f"max_new_tokens temperature top_k top_p language stop {ENGINE}",
     o.OptimizeFlags,
 )
 def optimize(model: ModelFolder, given: Given) -> Work:

@@ -327,7 +327,7 @@ def optimize(model: str, sample: str | list[str], engine: "Engine | None", optio
     lines = candidate_lines(done.candidates)
     choice = (
         f"predict will use {done.runtime} for {model}, with batches of {done.batch_tokens:,} tokens and "
-        f"{done.threads} thread{'s' if done.threads > 1 else ''} a process: {done.rows_per_s:,.0f} rows/s, "
+        f"{done.threads} thread{'s' if done.threads > 1 else ''} a process: {done.speed}, "
         f"{done.ratio:.2f} times eager's."
     )
     return Outcome(values=done.to_json(), lines=[*lines, "", choice])

@@ -36,12 +36,25 @@ def metric_values(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def candidate_lines(candidates: Sequence[Any]) -> list[str]:
     """Return a line for each runtime that `optimize` tried; a dash for numbers that were not measured."""
+    if any(one.tokens_per_s is not None for one in candidates):
+        return _writer_lines(candidates)
     head = ["runtime", "threads", "batch", "rows/s", "agreement", "difference", "change", "95 % interval", "verdict"]
     rows = []
     for one in candidates:
         interval = None if one.change is None else f"{one.change_low:+.4f} to {one.change_high:+.4f}"
         numbers = [(one.threads, "d"), (one.batch_tokens, ",d"), (one.rows_per_s, ",.1f"), (one.agreement, ".2%")]
         numbers += [(one.difference, ".1e"), (one.change, "+.4f"), (interval, "")]
+        rows.append([one.runtime, *("-" if v is None else format(v, form) for v, form in numbers), one.verdict])
+    return grid([head, *rows], left=(0, len(head) - 1))
+
+
+def _writer_lines(candidates: Sequence[Any]) -> list[str]:
+    """Return the lines of runtimes that write; `nats` is the change of the log-probability of a token."""
+    head = ["runtime", "threads", "batch", "tokens/s", "equal texts", "common", "nats", "verdict"]
+    rows = []
+    for one in candidates:
+        numbers = [(one.threads, "d"), (one.batch_tokens, ",d"), (one.tokens_per_s, ",.1f"), (one.agreement, ".2%")]
+        numbers += [(one.common, ".2%"), (one.nats, "+.4f")]
         rows.append([one.runtime, *("-" if v is None else format(v, form) for v, form in numbers), one.verdict])
     return grid([head, *rows], left=(0, len(head) - 1))
 

@@ -184,14 +184,14 @@ class OptimizeFlags:
     max_drop: Annotated[float, _selection("SHARE", "Maximum loss of accuracy (default: 0.005).", min=0, max=1)]
     min_agreement: Annotated[
         float,
-        _selection("SHARE", "Minimum share of rows with the same label as eager (default: 0.99).", min=0, max=1),
+        _selection("SHARE", "Minimum share of rows with eager's label or text (default: 0.99).", min=0, max=1),
     ]
     budget: Annotated[str, _selection("TIME", "Time for all measurements (default: 5min).")]
     runtimes: Annotated[
         Sequence[str],
         _selection("A,B", f"Runtimes to try: {RUNTIMES} (default: all that can run); repeatable."),
     ]
-    rows: Annotated[int, _selection("N", "Rows of the table to measure on (default: 1000).", min=1)]
+    rows: Annotated[int, _selection("N", "Rows of the table to measure on (default: 1000; texts: 32).", min=1)]
 
 
 class LaunchFlags:

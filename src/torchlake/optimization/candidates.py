@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,15 @@ from torchlake.models import exports
 from torchlake.optimization import measure as trials
 from torchlake.optimization.measure import Measured, RuntimeTrial, Stopped
 from torchlake.optimization.sample import Sample
+from torchlake.optimization.texts import (
+    EXACT,
+    MeasuredTexts,
+    Reference,
+    compare_texts,
+    measure_texts,
+    outside_texts,
+    write_reference,
+)
 from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
@@ -31,6 +41,7 @@ from torchlake.scoring.scorer import worker_memory
 
 NEAR = 0.8
 "A candidate below this share of the best rate so far is measured on a share of the rows only."
+REFERENCE_FILE = "reference"
 AGREES, NOT_TRIED = "agrees", "not tried (budget)"
 
 
@@ -50,6 +61,12 @@ class Candidate:
     "Rows per second on a share of the sample, for each batch size that was tried."
     rows_per_s: float | None = None
     "Rows per second of all processes together, including tokenizing."
+    tokens_per_s: float | None = None
+    "Tokens per second that they write, if the task writes; `by_batch_tokens` then has these, too."
+    common: float | None = None
+    "Mean share of a text up to the first difference from eager's; `agreement` is the share of equal texts."
+    nats: float | None = None
+    "The mean change of the log-probability of a token of eager's texts."
     rows: int | None = None
     "Rows of the sample that the numbers below are based on."
     failed: int | None = None
@@ -64,8 +81,14 @@ class Candidate:
     "`failed` to `drop` are those of `agreement.Agreement`."
 
     def _shown(self) -> Shown:
-        speed = "" if self.rows_per_s is None else f", {self.rows_per_s:,.0f} rows/s"
-        return f"{self.runtime}: {self.verdict}{speed}", []
+        return f"{self.runtime}: {self.verdict}{self.speed}", []
+
+    @property
+    def speed(self) -> str:
+        """The speed in words, after a comma; empty if it was not measured."""
+        if self.tokens_per_s is not None:
+            return f", {self.tokens_per_s:,.1f} tokens/s"
+        return "" if self.rows_per_s is None else f", {self.rows_per_s:,.0f} rows/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +133,7 @@ def try_runtime(
     bench: Bench,
     runtime: Runtime,
     shape: tuple[int, int],
-    reference: np.ndarray,
+    reference: np.ndarray | Reference,
     found: Sequence[Candidate],
     *,
     again: bool = False,
@@ -134,7 +157,8 @@ def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
     """Return why the runtime cannot run this model or task here, or None."""
     try:
         refuse_unable(runtime, bench.spec.task)
-        reason = refusal(runtime, Path(bench.settings.model), pairs=bench.spec.text_pair is not None)
+        folder, options = Path(bench.settings.model), bench.settings.generation
+        reason = refusal(runtime, folder, pairs=bench.spec.text_pair is not None, options=options)
     except TorchlakeError as error:
         reason = str(error)
     return None if reason is None else Stopped(verdict=f"refused: {reason}")
@@ -158,7 +182,8 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
 
 def measure(
     bench: Bench, runtime: Runtime, shape: tuple[int, int], *, deadline_s: float, min_rate: float = 0.0
-) -> list[Measured] | Stopped:
+) -> list[Measured] | list[MeasuredTexts] | Stopped:
+    """Measure a runtime in as many processes as `shape` says."""
     trial = RuntimeTrial(
         settings=replace(bench.settings, runtime=runtime),
         rows=str(bench.scratch / "rows"),
@@ -167,7 +192,19 @@ def measure(
         deadline_s=deadline_s,
         min_rate=min_rate,
     )
+    if bench.settings.generation is not None:
+        return measure_texts(bench.engine, trial, bench.scratch / REFERENCE_FILE)
     return trials.measure(bench.engine, trial)
+
+
+def reference_of(bench: Bench, measured: Sequence[Measured] | Sequence[MeasuredTexts]) -> np.ndarray | Reference:
+    """Return eager's answers, which those of the others are compared with. Raises TorchlakeError without any."""
+    if isinstance(measured[0], MeasuredTexts):
+        return write_reference(bench.scratch / REFERENCE_FILE, measured, len(bench.sample.rows))
+    answers = merged(bench, measured)[0]
+    if not np.isfinite(answers).all(axis=1).any():
+        raise TorchlakeError(f"eager could score no row of the sample: {next(iter(measured[0].errors.values()))}")
+    return answers
 
 
 def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
@@ -180,9 +217,15 @@ def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.n
 
 
 def judge(
-    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Measured], reference: np.ndarray
+    bench: Bench,
+    runtime: Runtime,
+    shape: tuple[int, int],
+    measured: Sequence[Measured] | Sequence[MeasuredTexts],
+    reference: np.ndarray | Reference,
 ) -> Candidate:
     """Return the candidate with its measurements and whether it is inside the tolerance."""
+    if isinstance(reference, Reference):
+        return _judge_texts(bench, runtime, shape, measured, reference)
     answers, scored = merged(bench, measured)
     targets = bench.sample.targets
     found = compare(answers[scored], reference[scored], None if targets is None else targets[scored], bench.spec)
@@ -208,6 +251,30 @@ def judge(
     )
 
 
+def _judge_texts(
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Any], reference: Reference
+) -> Candidate:
+    found = compare_texts(measured, reference)
+    module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
+    exact = module is None or module.TOLERANCE <= EXACT
+    reason = None
+    if runtime != REFERENCE:
+        reason = outside_texts(found, exact=exact, min_agreement=bench.min_agreement)
+    failure = next((one for each in measured for one in each.errors.values()), None)
+    first = measured[0]
+    return Candidate(
+        runtime=runtime_name(runtime),
+        verdict=AGREES if reason is None else f"outside: {reason}" + (f" ({failure})" if found.failed else ""),
+        processes=shape[0],
+        threads=shape[1],
+        batch_tokens=first.batch_tokens,
+        by_batch_tokens=first.by_batch_tokens,
+        rows_per_s=first.rows_per_s,
+        tokens_per_s=first.tokens_per_s,
+        **asdict(found),
+    )
+
+
 def rate(candidate: Candidate) -> float:
-    """Return the rows per second; 0 if not measured."""
-    return candidate.rows_per_s or 0.0
+    """Return the tokens per second, or rows per second of a task that does not write; 0 if not measured."""
+    return candidate.tokens_per_s or candidate.rows_per_s or 0.0

@@ -170,7 +170,7 @@ def _measure(trial: RuntimeTrial, index: int) -> Measured:
     mine = table.take(pa.array(rows))
     places = np.arange(0, len(rows), SHARE[scorer.device])
     few, filler = mine.take(pa.array(places)), mine.slice(0, FILLER_ROWS)
-    meet = partial(_barrier, trial, index, lambda: _score(scorer, filler))
+    meet = partial(barrier, trial, index, lambda: score(scorer, filler))
     meet("loaded", 0.0)
     rates: dict[int, float] = {}
     for batch_tokens in TRIED_TOKENS[scorer.device]:
@@ -205,7 +205,7 @@ def _prepare(settings: ScoringSettings, runtime: str, calibration: str, index: i
     prepare_runtime(settings, runtime, read_rows(calibration))
 
 
-def _score(scorer: Scorer, rows: pa.Table) -> pa.Table:
+def score(scorer: Scorer, rows: pa.Table) -> pa.Table:
     """Do everything that `predict` does for these rows, including tokenizing, which uses the same core."""
     return scorer.score(scorer.read(rows, {}))
 
@@ -216,12 +216,12 @@ def _rate(scorer: Scorer, rows: pa.Table, passes: int = 1) -> tuple[pa.Table, fl
     fastest, done = math.inf, 0
     while done < passes or time.perf_counter() - began < MIN_S:
         start = time.perf_counter()
-        scored = _score(scorer, rows)
+        scored = score(scorer, rows)
         fastest, done = min(fastest, time.perf_counter() - start), done + 1
     return scored, len(rows) / fastest
 
 
-def _barrier(trial: RuntimeTrial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
+def barrier(trial: RuntimeTrial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
     """Wait until every process has reached `place`, calling `meanwhile`. Return the sum of their values."""
     folder = Path(trial.folder)
     unfinished = folder / f".{place}-{index}"

@@ -16,16 +16,17 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
+import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import FilterArguments
+from torchlake.config.options import FilterArguments, GenerationArguments
+from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.config.types import parse_seconds
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine
@@ -40,32 +41,36 @@ from torchlake.optimization.candidates import (
     find_shapes,
     judge,
     measure,
-    merged,
     rate,
+    reference_of,
     try_runtime,
 )
 from torchlake.optimization.measure import Stopped, write_rows
-from torchlake.optimization.sample import draw_sample
+from torchlake.optimization.sample import Sample, draw_prompts, draw_sample
+from torchlake.optimization.texts import ROWS as TEXT_ROWS
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import known_spec, with_columns
+from torchlake.scoring.options import checked_input, known_spec, scoring_settings, with_columns, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
-from torchlake.tables.sources._options import read_options
+from torchlake.tables.sources._options import ReadOptions, read_options
 from torchlake.tables.sources.frames import is_frame
 from torchlake.tables.sources.streams import Input
 from torchlake.tasks import Task
 
 log = logging.getLogger(__name__)
 
+LARGE = 100_000
+ROWS = 1000
 PROMISING = 2
 "The number of best runtimes that are tried with other thread counts."
 MIN_REFERENCE_S = 600.0
 "The time limit of eager, even if the budget is smaller: without eager there is no reference."
 
 
-class OptimizeOptions(FilterArguments, total=False):
-    """The options of `optimize` about the model's inputs and the rows that are read; documented there."""
+class OptimizeOptions(FilterArguments, GenerationArguments, total=False):
+    """The options of `optimize` about the model's inputs, the rows that are read, and how texts are written; documented
+    there."""
 
     text_pair: str | Sequence[str] | None
     inputs: Mapping[str, str | Sequence[str]] | None
@@ -84,13 +89,23 @@ class Optimized:
     candidates: tuple[Candidate, ...]
     "Fastest first, then those without a measurement."
     ratio: float
-    "Rows per second divided by eager's."
+    "Rows per second (if the task writes, tokens per second) divided by eager's."
+    tokens_per_s: float | None = None
+    "Tokens per second that are written, if the task writes."
 
     def _shown(self) -> Shown:
-        line = f"{self.runtime}, {self.rows_per_s:,.0f} rows/s, {self.ratio:.2f} times eager"
+        line = f"{self.runtime}, {self.speed}, {self.ratio:.2f} times eager"
         head = ("runtime", "threads", "batch tokens", "rows/s", "verdict")
         rows = [(one.runtime, one.threads, one.batch_tokens, one.rows_per_s, one.verdict) for one in self.candidates]
         return line, [[head, *rows]]
+
+    @property
+    def speed(self) -> str:
+        """The speed in words; of a task that writes, with the time of a large table."""
+        if self.tokens_per_s is None:
+            return f"{self.rows_per_s:,.0f} rows/s"
+        hours = LARGE / self.rows_per_s / 3600
+        return f"{self.tokens_per_s:,.1f} tokens/s ({LARGE:,} such rows in {hours:,.1f} hours)"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; undefined numbers are null."""
@@ -109,13 +124,14 @@ def optimize(
     budget: str | float = "5min",
     runtimes: Sequence[Runtime] | None = None,
     engine: Engine | str | None = None,
-    rows: int = 1000,
+    rows: int | None = None,
     **options: Unpack[OptimizeOptions],
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
 
-    `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows are scored, in the
-    proportions of the table. `where` and `limit` restrict these to the first `limit` rows for which `where` is true.
+    `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows (default: 1,000; of a
+    model that writes, 32) are scored, in the proportions of the table. `where` and `limit` restrict these to the first
+    `limit` rows for which `where` is true.
     `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the
     sample does not need labels. `task` is as in `predict`. A candidate is inside the tolerance if at least
     `min_agreement` of the labels are eager's and the accuracy (several labels per row: the task's F1; regression: the
@@ -123,6 +139,10 @@ def optimize(
     eager's is at least `min_agreement`, and the lowest not ten times as far from 1. `budget` ("5min", or seconds) is
     for all candidates together; eager, the reference, is always measured. `runtimes` are the names to try (default:
     all), or functions as in `predict`.
+
+    A model that writes is measured in tokens per second, with the options of text generation of `predict`. A runtime in
+    fp32 has to give `min_agreement` of eager's texts; any runtime has to find these about as likely as eager does: the
+    log-probability of a token may change by 0.01 on average.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
     measured but not written there: that file would name code to run.
@@ -132,9 +152,10 @@ def optimize(
     """
     given = {"max_drop": max_drop, "min_agreement": min_agreement, "rows": rows, **options}
     check_arguments(given, {**optimize.__annotations__, **OptimizeOptions.__annotations__})
-    if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
+    if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or (rows is not None and rows < 1):
         raise UsageError("max_drop and min_agreement must be shares from 0 to 1, and rows must be 1 or more.")
     text_pair, inputs = options.pop("text_pair", None), options.pop("inputs", None)
+    generation = {name: options.pop(name, None) for name in GenerationArguments.__annotations__}  # type: ignore[misc]
     task, read = options.pop("task", None), read_options(options)
     if is_frame(sample):
         read.refuse_for_frames()
@@ -147,22 +168,14 @@ def optimize(
     spec = with_columns(known_spec(folder, task), folder, text=text, text_pair=text_pair, inputs=inputs)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    drawn = draw_sample(sample, spec, label=label, rows=rows, options=read)
-    settings = ScoringSettings(
-        model=str(folder),
-        runtime=REFERENCE,
-        task=task if isinstance(task, str) else None,
-        text=spec.text,
-        text_pair=spec.text_pair,
-        inputs=dict(spec.inputs),
-        keep=(),
-        key=None,
-        prefix="",
-        all_probabilities=spec.task != EMBEDS,
-        null="error",
-        row_timeout_s=MIN_REFERENCE_S,
-        batch_tokens=None,
-    )
+    named = {"text": text, "task": task, "inputs": inputs}
+    settings, spec, _ = scoring_settings(folder, REFERENCE, generation, text_pair=text_pair, **named)
+    if settings.generation is None:
+        drawn = draw_sample(sample, spec, label=label, rows=rows or ROWS, options=read)
+        settings = replace(settings, all_probabilities=spec.task != EMBEDS)
+    else:
+        settings, drawn = _draw_prompts(sample, settings, spec, rows or TEXT_ROWS, read)
+    settings = replace(settings, row_timeout_s=MIN_REFERENCE_S)
     with tempfile.TemporaryDirectory(prefix="torchlake-optimize-", ignore_cleanup_errors=True) as scratch:
         bench = Bench(
             engine=runs_on,
@@ -180,11 +193,26 @@ def optimize(
     return _choose(folder, spec.task, found, device, len(drawn.rows))
 
 
+def _draw_prompts(
+    sample: Input, settings: ScoringSettings, spec: TaskSpec, rows: int, read: ReadOptions
+) -> tuple[ScoringSettings, Sample]:
+    """Return the settings with the columns that the sample has, and its prompts. Raises TableError and UsageError."""
+
+    def columns_of(schema: pa.Schema, where: str, first: Callable[[str], pa.Table]) -> Sequence[str]:
+        nonlocal settings
+        found, task = with_table(settings, spec, schema, first)
+        settings = checked_input(found, task, schema, where)
+        return tuple(dict.fromkeys([*as_columns(settings.text), *map(str, settings.inputs.values())]))
+
+    prompts = draw_prompts(sample, columns_of, rows=rows, options=read)
+    return settings, Sample(rows=prompts, targets=None, calibration=prompts.slice(0, 0))
+
+
 def _check_comparable(folder: Path, task: Task) -> None:
     """Raise UsageError for a task whose answers cannot be compared: they are neither classes, nor numbers, nor
-    vectors."""
+    vectors, nor texts."""
     classes = task.has_labels and type(task).output_columns is Task.output_columns
-    if not classes and task.name != EMBEDS:
+    if not classes and not task.generates and task.name != EMBEDS:
         raise UsageError(f"{folder}: {task.name} runs only under {REFERENCE}; there is nothing to choose from.")
 
 
@@ -229,9 +257,7 @@ def _try_all(bench: Bench, others: Sequence[Runtime]) -> tuple[list[Candidate], 
     measured = measure(bench, REFERENCE, shapes[0], deadline_s=max(bench.left_s, MIN_REFERENCE_S))
     if isinstance(measured, Stopped):
         raise TorchlakeError(f"eager, the reference of all others, could not score the sample: {measured.verdict}")
-    reference = merged(bench, measured)[0]
-    if not np.isfinite(reference).all(axis=1).any():
-        raise TorchlakeError(f"eager could score no row of the sample: {next(iter(measured[0].errors.values()))}")
+    reference = reference_of(bench, measured)
     found = [_logged(judge(bench, REFERENCE, shapes[0], measured, reference))]
     for runtime in others:
         found.append(_logged(try_runtime(bench, runtime, shapes[0], reference, found)))
@@ -255,7 +281,8 @@ def _choose(folder: Path, task: str, found: list[Candidate], device: str, sample
         batch_tokens=best.batch_tokens,
         threads=best.threads,
         rows_per_s=best.rows_per_s,
-        ratio=best.rows_per_s / rate(found[0]),
+        ratio=rate(best) / rate(found[0]),
+        tokens_per_s=best.tokens_per_s,
         candidates=tuple(ranked),
     )
     if best.runtime not in plugins.names("runtimes"):
@@ -277,9 +304,8 @@ def _choose(folder: Path, task: str, found: list[Candidate], device: str, sample
 
 def _logged(candidate: Candidate) -> Candidate:
     """Log a candidate as soon as its verdict is known: the next one may take minutes."""
-    speed = "" if candidate.rows_per_s is None else f", {candidate.rows_per_s:,.0f} rows/s"
     threads = "" if candidate.threads is None else f", threads {candidate.threads}"
-    log.info("optimize: %s%s%s: %s", candidate.runtime, threads, speed, candidate.verdict)
+    log.info("optimize: %s%s%s: %s", candidate.runtime, threads, candidate.speed, candidate.verdict)
     return candidate
 
 

@@ -13,7 +13,7 @@ JSON lines).
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.outputs.staging.spool import spooled
-from torchlake.tables.chunks import evenly_spaced, plan_chunks
+from torchlake.tables.chunks import evenly_spaced, first_rows, plan_chunks
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
-from torchlake.tables.table import missing_column, open_table
+from torchlake.tables.table import Table, missing_column, open_table
 from torchlake.tasks._inputs import NUMBER, Inputs, check_columns
 from torchlake.tasks._null_rows import read_inputs
 
@@ -110,6 +110,37 @@ def draw_sample(
     )
 
 
+def draw_prompts(
+    table: Any,
+    columns_of: Callable[[pa.Schema, str, Callable[[str], pa.Table]], Sequence[str]],
+    *,
+    rows: int,
+    options: ReadOptions,
+) -> pa.Table:
+    """Draw at most `rows` prompts, spread over a table, frame or stream, in its order.
+
+    `columns_of` returns the columns to read, from the schema, the table's name and a function that reads the first rows
+    of a column; it raises the errors of `draw_sample`.
+    """
+    if is_frame(table):
+        whole = to_arrow(table)
+        found = whole.select(
+            list(columns_of(whole.schema, "the frame", lambda column: whole.select([column]).slice(0, 1000)))
+        )
+    else:
+        with (
+            tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
+            spooled(table, Path(scratch, "sample")) as stored,
+        ):
+            source = pinned(stored)
+            opened = open_table(source, options=options)
+            columns = tuple(columns_of(opened.schema, opened.source, lambda column: first_rows(opened, [column])))
+            found = _read(open_table(source, columns=columns, options=options), columns)[0]
+    if not len(found):
+        raise DataError("The sample has no rows.")
+    return found.take(pa.array(evenly_spaced(len(found), min(rows, len(found)))))
+
+
 def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
     """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Return them and the unreadable ones."""
     source = pinned(source)
@@ -117,6 +148,11 @@ def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) 
     columns = _checked(table.schema, spec, label, table.source)
     if len(columns) > len(spec.input_columns):
         table = open_table(source, columns=columns, options=options)
+    return _read(table, columns)
+
+
+def _read(table: Table, columns: Sequence[str]) -> tuple[pa.Table, dict[int, str]]:
+    """Read about `POOL_ROWS` rows of a table, as `_pool` does."""
     chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
     reader = ChunkReader(columns)
     pieces: list[pa.Table] = []

@@ -7,7 +7,7 @@ scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, on
 (`_products.py`), whose different summation order changes logits by about 1e-6.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import joined_outputs
-from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Forward, Writer, _products
+from torchlake.models.config import decoder_start
+from torchlake.models.generation import GenerationOptions, settings_of
+from torchlake.runtimes import Forward, LogProbs, Writer, _products
 
 TOLERANCE = 0.0
 tasks: tuple[str, ...] | None = None
@@ -119,6 +120,32 @@ def writer_of(model: Any, folder: Path, options: GenerationOptions) -> Writer:
     if session is None:
         static.check()
     return session or static
+
+
+def load_log_probs(folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
+    """Load the model for the log-probabilities of answers; row by row, because each has a logit for every token."""
+    import torch
+
+    model = load_model(folder, spec, device)
+    apart = bool(model.config.is_encoder_decoder)
+    start = settings_of(folder).get("decoder_start_token_id", decoder_start(model.config)) if apart else 0
+
+    def of_row(prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        written = torch.from_numpy(answer.astype(np.int64)).to(device)
+        read = torch.from_numpy(prompt.astype(np.int64)).to(device)
+        if apart:
+            before = torch.cat([torch.tensor([start], device=device), written[:-1]])
+            logits = model(input_ids=read[None], decoder_input_ids=before[None]).logits[0]
+        else:
+            logits = model(input_ids=torch.cat([read, written[:-1]])[None]).logits[0, len(read) - 1 :]
+        found: np.ndarray = logits.float().log_softmax(-1).gather(1, written[:, None])[:, 0].cpu().numpy()
+        return found
+
+    def log_probs(prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> list[np.ndarray]:
+        with torch.inference_mode():
+            return [of_row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    return log_probs
 
 
 def load_model(folder: Path, spec: TaskSpec, device: str) -> Any:
