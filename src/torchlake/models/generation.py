@@ -140,7 +140,9 @@ def check_settings(folder: Path, options: GenerationOptions) -> None:
     if options.language is not None:
         language_token(folder, options.language)
     if options.structure is not None:
-        check_structure(options.structure, folder, ends=end_tokens(own, load_tokenizer(folder)), new_tokens=options.max_new_tokens)
+        check_structure(
+            options.structure, folder, ends=end_tokens(own, load_tokenizer(folder)), new_tokens=options.max_new_tokens
+        )
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))

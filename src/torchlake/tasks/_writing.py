@@ -101,7 +101,7 @@ class WritingTask(BaseTask):
         if structure is None:
             return table, {}
         errors = {row: CUT.format(counts[row]) for row, reason in enumerate(reasons) if reason == "length"}
-        errors |= {row: NO_TOKEN for row in np.flatnonzero((answers == STUCK).any(axis=1)).tolist()}
+        errors |= dict.fromkeys(np.flatnonzero((answers == STUCK).any(axis=1)).tolist(), NO_TOKEN)
         if structure.columns:
             columns, bad = json_columns(texts, pa.schema(_own_fields(structure)))
             errors = bad | errors
@@ -119,7 +119,9 @@ def _own_fields(structure: Structure | None) -> list[pa.Field]:
 
 def _chosen(answers: np.ndarray, processor: Any, structure: Structure) -> pa.Table:
     texts, probabilities = read_answers(answers, structure.choices)
-    sizes = {text: len(one) for text, one in zip(structure.choices, tokens_of(structure.choices, processor), strict=True)}
+    sizes = {
+        text: len(one) for text, one in zip(structure.choices, tokens_of(structure.choices, processor), strict=True)
+    }
     counts, reasons = [sizes[text] for text in texts], ["stop"] * len(texts)
     schema = pa.schema([*ANSWERS, *_own_fields(structure)])
     return pa.table([texts, counts, reasons, *probabilities.T], schema=schema)

@@ -73,9 +73,7 @@ def test_options_that_are_no_structure(given: dict[str, Any], message: str) -> N
         ([1], "a schema is a mapping"),
     ],
 )
-def test_a_schema_that_cannot_be_compiled_is_refused_with_the_place(
-    schema: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_schema_that_cannot_be_compiled_is_refused_with_the_place(schema: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         compiled(of(json_schema=tmp_path / "schema.json"))
@@ -94,7 +92,10 @@ def test_expressions_and_grammars_that_cannot_be_compiled(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"type": "object", "properties": {"a": {"type": "string", "minLength": 4}}, "required": ["a"]}, '{"a":"aaaa"}'),
+        (
+            {"type": "object", "properties": {"a": {"type": "string", "minLength": 4}}, "required": ["a"]},
+            '{"a":"aaaa"}',
+        ),
         ({"properties": {"a": {"type": "null"}}}, "{}"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.7}, "0.1"),
         ({"type": "integer", "minimum": 101, "multipleOf": 7}, "105"),
@@ -116,7 +117,12 @@ def test_the_shortest_text(schema: Any, text: str | None) -> None:
 def test_a_schema_without_an_end_fits_no_text() -> None:
     with pytest.raises(UsageError, match="#/\\$defs/n: no text fits: it always contains itself"):
         shortest_text(
-            of(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}})
+            of(
+                json_schema={
+                    "$ref": "#/$defs/n",
+                    "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+                }
+            )
         )
 
 

@@ -6,13 +6,39 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 ANNOTATIONS = frozenset(
-    "title description default examples deprecated readOnly writeOnly $comment $schema $id $defs definitions "
-    "x-guidance nullable".split()
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+        "$id",
+        "$defs",
+        "definitions",
+        "x-guidance",
+        "nullable",
+    ]
 )
 "Keys that do not restrict a value."
 OPENS = frozenset(
-    "additionalProperties patternProperties unevaluatedProperties minProperties maxProperties propertyNames not if "
-    "allOf anyOf oneOf $ref".split()
+    [
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "not",
+        "if",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "$ref",
+    ]
 )
 "Keys beside which an object without `additionalProperties` stays open."
 NAMED = ("properties", "patternProperties", "$defs", "definitions")

@@ -88,13 +88,13 @@ class _Walk:
         A shortest text never contains a value of the reference that it is itself a value of.
         """
         self.visited += 1
-        if self.visited > FAR or isinstance(schema, bool) and not schema:
+        if self.visited > FAR or (isinstance(schema, bool) and not schema):
             raise _Unknown
         if isinstance(schema, bool):
             return "0"
         restricts = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         others = restricts.keys() & {"$ref", "anyOf", "oneOf", "allOf"}
-        if others and len(restricts) > 1 or "patternProperties" in restricts:
+        if (others and len(restricts) > 1) or "patternProperties" in restricts:
             raise _Unknown
         if "$ref" in restricts:
             reference = restricts["$ref"]
@@ -178,15 +178,22 @@ def _number(schema: Mapping[str, Any], *, whole: bool) -> str:
     high = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
 
     def inside(value: float) -> bool:
-        return (
-            schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf)
-            and schema.get("exclusiveMinimum", -math.inf) < value < schema.get("exclusiveMaximum", math.inf)
-        )
+        return schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf) and schema.get(
+            "exclusiveMinimum", -math.inf
+        ) < value < schema.get("exclusiveMaximum", math.inf)
 
     for digits in range(1 if whole or "multipleOf" in schema else 8):
         unit = step * 10.0**-digits if digits else step
-        near = [0, *(turn(limit / unit) + shift for limit in (low, high) if math.isfinite(limit)
-                     for turn in (math.floor, math.ceil) for shift in (-1, 0, 1))]
+        near = [
+            0,
+            *(
+                turn(limit / unit) + shift
+                for limit in (low, high)
+                if math.isfinite(limit)
+                for turn in (math.floor, math.ceil)
+                for shift in (-1, 0, 1)
+            ),
+        ]
         fits = [round(one * unit, digits) if digits else one * unit for one in near]
         if texts := [_written(int(one) if one == int(one) else one) for one in fits if inside(one)]:
             return min(texts, key=len)

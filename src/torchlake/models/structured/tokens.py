@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SPACE = "\u2581"
 "Stands for a space in SentencePiece's vocabularies."
-PROBE = "{\"a\": 1}"
+PROBE = '{"a": 1}'
 
 
 def token_bytes(folder: Path, *, ends: Sequence[int], size: int | None = None) -> "LLTokenizer":

@@ -35,8 +35,12 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
         tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
     tokens[stuck] = STUCK
     tokens[~finite] = NON_FINITE
-    _follow(rows, tokens)
     return tokens
+
+
+def look_ahead(rows: Sequence[Row]) -> None:
+    """Begin to compute the masks of the rows' next tokens, beside the model."""
+    grammar.start([row.guide for row in rows if row.guide is not None and row.reason is None])
 
 
 def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.ndarray]:
@@ -62,16 +66,6 @@ def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.
         scores[places] = found
         return scores, stuck
     return found, stuck
-
-
-def _follow(rows: Sequence[Row], tokens: np.ndarray) -> None:
-    """Let the grammars follow the chosen tokens (B,): the next masks are computed beside the model."""
-    following = []
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        if row.guide is not None and token >= 0 and token not in row.ends:
-            row.guide.take(token)
-            following.append(row.guide)
-    grammar.start([guide for guide in following if not guide.complete])
 
 
 def _settings(options: GenerationOptions) -> GenerationOptions:

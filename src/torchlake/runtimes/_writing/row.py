@@ -32,6 +32,10 @@ class Row:
     "What the text may continue with; None: with all tokens."
     reason: str | None = None
     "Why it has ended; None: it has not."
+    slot: int = -1
+    "Its place in a cache,"
+    filled: int = 0
+    "and how many of its tokens are there."
     drawn: np.ndarray = field(init=False)
     "(W,) float64 in (0, 1), for sampling; none at temperature 0."
 
@@ -48,6 +52,8 @@ class Row:
             self.reason, self._last = "stop", token if token < 0 else END
         else:
             self.tokens.append(token)
+            if self.guide is not None:
+                self.guide.take(token)
             self._end()
         if self.logprobs is not None and logprob is not None and self._last != NON_FINITE:
             self.logprobs.append(logprob)
@@ -62,11 +68,24 @@ class Row:
         elif len(self.tokens) >= self.limit:
             self.reason = "length"
 
-    def force(self) -> None:
-        """Write the tokens that the grammar leaves no choice for; the model reads them with those before."""
-        while self.guide is not None and self.reason is None and (token := self.guide.forced()) is not None:
-            self.guide.take(token)
-            self.take(token, 0.0)
+    def force(self, least: int = 1) -> None:
+        """Write the tokens that the grammar leaves no choice for, if there are `least` or more.
+
+        The model reads them together, without a pass for each.
+        """
+        if self.guide is None or self.reason is not None or len(self.guide.forced()) < least:
+            return
+        while self.reason is None and (forced := self.guide.forced()):
+            self.take(forced[0], 0.0)
+
+    def __len__(self) -> int:
+        """Return the number of its tokens, those of the prompt included."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def known(self) -> np.ndarray:
+        """All of its tokens, (L,) int64."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
 
     @property
     def text(self) -> Text:
