@@ -1,6 +1,6 @@
 """Which token comes next: the scores of every row in, a token of every row out.
 
-    scores (B, V) -> penalties -> tokens that the row's grammar allows -> temperature, top_k, top_p, min_p -> the row's
+    scores (B, V) -> tokens that the row's grammar allows -> penalties -> temperature, top_k, top_p, min_p -> the row's
     own draw -> tokens (B,)
 
 Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
@@ -30,8 +30,8 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     infinity, STUCK where the row's grammar allows no token that the model may write."""
     # The maximum is NaN if any score is.
     finite = torch.isfinite(scores.amax(-1)).cpu().numpy()
-    given = scores
-    scores, stuck = masked(penalized(scores, rows), rows)
+    given, stuck = masked(scores, rows)
+    scores = penalized(given, rows)
     tokens = np.empty(len(rows), np.int64)
     groups: dict[GenerationOptions, list[int]] = {}
     for place, row in enumerate(rows):
@@ -50,10 +50,9 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     return tokens
 
 
-def begin_masks(rows: Sequence[Row]) -> None:
-    """Begin to compute what the grammars of rows allow next, in threads beside the model."""
-    guides = [row.guide for row in rows if row.guide is not None and row.reason is None]
-    grammar.start([guide for guide in guides if guide.computed is None])
+def look_ahead(rows: Sequence[Row]) -> None:
+    """Begin to compute the masks of the rows' next tokens, beside the model."""
+    grammar.start([row.guide for row in rows if row.guide is not None and row.reason is None])
 
 
 def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

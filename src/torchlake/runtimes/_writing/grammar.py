@@ -46,11 +46,11 @@ class Grammar:
         free = []
         for place, guide in enumerate(guides):
             forced = guide.forced()
-            if forced is None:
-                free.append((guide.matcher, place))
-            else:
+            if forced:
                 masks[place] = 0
-                masks.view(np.uint32)[place, forced // 32] = np.uint32(1 << forced % 32)
+                masks.view(np.uint32)[place, forced[0] // 32] = np.uint32(1 << forced[0] % 32)
+            else:
+                free.append((guide.matcher, place))
         if free:
             fill_next_token_bitmask_par(self._executor, free, masks)
         for matcher, place in free:
@@ -83,10 +83,10 @@ class Guide:
         # Not later: the thread that computes masks uses the matcher.
         self.complete = bool(self.matcher.is_stopped() and not self.matcher.is_error())
 
-    def forced(self) -> int | None:
-        """Return the only way to continue, or None."""
-        found = self.matcher.compute_ff_tokens()
-        return found[0] if found else None
+    def forced(self) -> list[int]:
+        """Return the tokens of the only way to continue."""
+        found: list[int] = self.matcher.compute_ff_tokens()
+        return found
 
     @property
     def bits(self) -> np.ndarray:

@@ -87,11 +87,16 @@ class Row:
         elif len(self.tokens) >= self.limit:
             self.reason = "length"
 
-    def force(self) -> None:
-        """Write the tokens that the grammar leaves no choice for; the model reads them with those before."""
-        while self.guide is not None and self.reason is None and (token := self.guide.forced()) is not None:
-            self.logprob = 0.0
-            self.take(token)
+    def force(self, least: int = 1) -> None:
+        """Write the tokens that the grammar leaves no choice for, if there are `least` or more.
+
+        The model reads them together, without a pass for each.
+        """
+        if self.guide is None or self.reason is not None or len(self.guide.forced()) < least:
+            return
+        while self.reason is None and (forced := self.guide.forced()):
+            self.logprob = 0.0  # as one of a single token that the grammar allows
+            self.take(forced[0])
 
     @property
     def text(self) -> Text:

@@ -23,7 +23,7 @@ from torchlake.models.config import decoder_start, in_words
 from torchlake.models.generation import GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import EMPTY, Report, Text
-from torchlake.runtimes._writing.choosing import begin_masks, choose
+from torchlake.runtimes._writing.choosing import choose, look_ahead
 from torchlake.runtimes._writing.row import Row
 
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -276,6 +276,6 @@ class _Stopping(StoppingCriteria):
         for row, token in zip(rows, self.choosing.chosen.tolist(), strict=True):
             if row.reason is None:
                 row.take(token)
-        begin_masks(rows)
+        look_ahead(rows)
         self.tell()
         return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
