@@ -67,7 +67,6 @@ class Service:
     "The requests in flight."
     watching: "asyncio.Task[None] | None" = None
     hung: str | None = None
-    tasks_of_its_own: set["asyncio.Task[Any]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.take(self.load())
@@ -105,13 +104,6 @@ class Service:
     def unhealthy(self) -> str | None:
         """Why /health is not 200."""
         return self.hung or ("stopping" if self.draining else None)
-
-    def reload(self) -> None:
-        """Look for a new model once; called by a signal's handler."""
-        from torchlake.serving.reload import renew
-
-        self.tasks_of_its_own.add(task := asyncio.get_running_loop().create_task(renew(self)))
-        task.add_done_callback(self.tasks_of_its_own.discard)
 
     def ensure_watching(self) -> None:
         """Begin to watch the model, in the event loop that runs; calls after the first do nothing."""

@@ -40,6 +40,7 @@ from torchlake.processes.serialization import pack, unpack
 from torchlake.redaction import redacted
 from torchlake.serving.asgi import Service, app, writes_text
 from torchlake.serving.options import ServeOptions
+from torchlake.serving.reload import renew
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class Connection(HttpToolsProtocol):
 class ServerProcess(uvicorn.Server):
     """uvicorn's server with another way to stop. `status` is the exit code."""
 
-    def __init__(self, application: FastAPI, on_hup: Callable[[], None] | None = None) -> None:
+    def __init__(self, application: FastAPI) -> None:
         self.service: Service = application.state.service
         options = self.service.options
         super().__init__(
@@ -168,7 +169,8 @@ class ServerProcess(uvicorn.Server):
             )
         )
         self.status, self.signum = 0, 0
-        self._on_hup = on_hup
+        self._renewing: asyncio.Task[bool] | None = None
+        self._renew = False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to stop; a second signal ends at once."""
@@ -185,8 +187,7 @@ class ServerProcess(uvicorn.Server):
             yield
             return
         handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
-        if self._on_hup is not None:
-            handlers[signal.SIGHUP] = lambda *_: self._on_hup and self._on_hup()
+        handlers[signal.SIGHUP] = self._look_for_model
         before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
         try:
             yield
@@ -194,9 +195,14 @@ class ServerProcess(uvicorn.Server):
             for each, handler in before.items():
                 signal.signal(each, handler)
 
+    def _look_for_model(self, sig: int, frame: Any) -> None:
+        self._renew = True
+
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: at a signal, or because the model hangs."""
         self.service.ensure_watching()
+        if self._renew and (self._renewing is None or self._renewing.done()):
+            self._renew, self._renewing = False, asyncio.create_task(renew(self.service))
         if self.service.hung is not None and not self.should_exit:
             self.status, self.should_exit, self.service.draining = HANGS, True, True
         return await super().on_tick(counter)
@@ -292,7 +298,7 @@ def run(application: FastAPI, listener: socket.socket) -> int:
     service: Service = application.state.service
     _allow_many_files()
     host, port = listener.getsockname()[:2]
-    server = ServerProcess(application, on_hup=service.reload)
+    server = ServerProcess(application)
     shown = f"[{host}]" if ":" in host else host
     log.info("%s (%s, %s): http://%s:%d", service.name, service.model.spec.task, service.model.runtime, shown, port)
     asyncio.run(server.serve(sockets=[listener]))

@@ -32,8 +32,9 @@ QUESTION_OPTIONS = {
     "handle_impossible_answer": "no_answer",
 }
 "transformers' names of options of question answering."
-SPANS_OF = "first"
-"The aggregation that spans have: a word's label is that of its first token."
+AGGREGATIONS = ("simple", "first")
+"""What spans are: words are never split, and a word's label is that of its first token. `simple` is the same unless the
+tokens of a word have different labels."""
 
 
 class Body(BaseModel):
@@ -245,10 +246,9 @@ async def _named(used: Exchange, inputs: Any, options: dict[str, Any], view: Any
 
 
 async def _spans(used: Exchange, inputs: Any, options: dict[str, Any], view: Any) -> Any:
-    if options.pop("aggregation_strategy", SPANS_OF) != SPANS_OF:
-        raise Refused(
-            422, f"parameters.aggregation_strategy: this server has {SPANS_OF!r}", field="aggregation_strategy"
-        )
+    if options.pop("aggregation_strategy", "first") not in AGGREGATIONS:
+        known = " and ".join(AGGREGATIONS)
+        raise Refused(422, f"parameters.aggregation_strategy: this server has {known}", field="aggregation_strategy")
     ignored = options.pop("ignore_labels", ["O"])
     if not isinstance(ignored, list) or "O" not in ignored:
         raise Refused(422, "parameters.ignore_labels: expected a list with O", field="ignore_labels")
