@@ -546,10 +546,11 @@ def _reviews_demo(where: str, rows: int) -> Outcome:
     )
     run = train(job, run=folder / "run")
     scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")
-    measured = evaluate(run.model, test_table)
+    measured = evaluate(run.model, test_table, report=folder / "eval", key="id")
     verified = verify(folder / "scored")
     paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path}
     paths["report"] = run.path / "report.html"
+    paths["evaluation"] = folder / "eval" / "eval.html"
     counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
     counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
     following = _next_commands(folder)

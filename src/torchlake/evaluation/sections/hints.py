@@ -50,7 +50,8 @@ def hints_of(
     """Return how labels were judged, and the columns of `label_hints` for all rows, null where a row failed."""
     known, task = labels.combine_chunks(), plugins.load("tasks", spec.task)
     usable = pc.and_(scored["error"].combine_chunks().is_null(), task.encode_labels(known, spec).is_valid())
-    plain = scored.rename_columns([name.removeprefix(prefix) for name in scored.column_names])
+    names = [name for name in scored.column_names if name.startswith(prefix)]
+    plain = scored.select(names).rename_columns([name.removeprefix(prefix) for name in names])
     how, columns = label_hints(plain.filter(usable), known.filter(usable), spec, kind)
     mask = usable.to_numpy(zero_copy_only=False)
     place = np.where(mask, np.cumsum(mask) - 1, -1)

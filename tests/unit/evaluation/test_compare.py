@@ -1,0 +1,135 @@
+"""`compare`: paired differences, McNemar by hand, refusals, and the rates at which differences are found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy.stats import bootstrap
+from sklearn.metrics import f1_score
+
+import judged_rows as made
+from torchlake.cli.main import main
+from torchlake.errors import DataError, UsageError
+from torchlake.evaluation.compare import compare, holm, mcnemar
+from torchlake.evaluation.sections.judged import read_judged
+from torchlake.evaluation.sections.sums import drawn, groups_of
+
+LABELS = ("ant", "bee", "cat")
+
+
+def evaluation(folder: Path, truth: np.ndarray, chances: np.ndarray, **more: Any) -> Path:
+    made.evaluated(folder, made.scored_classes(chances, truth, LABELS, **more), made.classes_spec(LABELS))
+    return folder
+
+
+@pytest.fixture
+def truth() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 3, 500)
+
+
+def test_differences_and_intervals_are_those_of_scipy(truth: np.ndarray, tmp_path: Path) -> None:
+    chances = [made.chances_of(truth, 3, accuracy=share, seed=seed) for seed, share in ((1, 0.7), (2, 0.8))]
+    found = compare(*(evaluation(tmp_path / f"{at}", truth, one) for at, one in enumerate(chances)))
+    by_metric = {one.metric: one for one in found.differences}
+    said = [one.argmax(axis=1) for one in chances]
+    f1 = [f1_score(truth, one, average="macro") for one in said]
+    assert by_metric["macro_f1"].difference == pytest.approx(f1[1] - f1[0])
+
+    def difference(one: np.ndarray, other: np.ndarray, axis: int = -1) -> Any:
+        return other.mean(axis=axis) - one.mean(axis=axis)
+
+    right = [(one == truth).astype(float) for one in said]
+    expected = bootstrap(right, difference, paired=True, method="percentile", n_resamples=2000, rng=0)
+    accuracy = by_metric["accuracy"]
+    assert (accuracy.low, accuracy.high) == pytest.approx(tuple(expected.confidence_interval), abs=0.006)
+    (pair,) = found.pairs
+    won, lost = int(((1 - right[0]) * right[1]).sum()), int((right[0] * (1 - right[1])).sum())
+    assert (pair["won"], pair["lost"]) == (won, lost)
+    assert pair["agreement"] == pytest.approx((said[0] == said[1]).mean())
+    assert pair["p"] == mcnemar(won, lost)
+
+
+def test_mcnemar_and_holm_by_hand() -> None:
+    # 2 * (C(10,0) + C(10,1) + C(10,2)) / 2^10, and one row of one.
+    assert mcnemar(2, 8) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert mcnemar(8, 2) == mcnemar(2, 8)
+    assert mcnemar(0, 1) == 1.0
+    assert mcnemar(0, 0) == 1.0
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+
+
+def test_a_model_is_not_better_than_itself(truth: np.ndarray, tmp_path: Path) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    found = compare(*(evaluation(tmp_path / name, truth, chances) for name in "abc"))
+    assert all((one.difference, one.low, one.high) == (0, 0, 0) for one in found.differences)
+    assert [(pair["won"], pair["lost"], pair["p"], pair["p_holm"]) for pair in found.pairs] == [(0, 0, 1.0, 1.0)] * 2
+    assert found.worse("accuracy") == []
+    assert "<table>" in found._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_rows_are_matched_by_key(truth: np.ndarray, tmp_path: Path) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    one = evaluation(tmp_path / "one", truth, chances)
+    scored = made.scored_classes(chances, truth, LABELS).take(pa.array(np.random.default_rng(0).permutation(500)))
+    made.evaluated(tmp_path / "two", scored, made.classes_spec(LABELS))
+    found = compare(one, tmp_path / "two")
+    assert (found.rows, found.pairs[0]["won"], found.pairs[0]["agreement"]) == (500, 0, 1.0)
+
+
+def test_different_rows_are_refused(truth: np.ndarray, tmp_path: Path) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    one = evaluation(tmp_path / "one", truth, chances)
+    other = truth.copy()
+    other[:12] = (other[:12] + 1) % 3
+    with pytest.raises(DataError, match=r"500 and 490 rows, 490 in both; 12 labels differ"):
+        compare(one, evaluation(tmp_path / "two", other[:490], chances[:490]))
+    with pytest.raises(UsageError, match=r"two: has no eval\.json.*--report FOLDER"):
+        compare(one, tmp_path / "absent" / "two")
+    with pytest.raises(UsageError, match="two or more"):
+        compare(one)
+    with pytest.raises(UsageError, match="there is no metric 'bleu' here"):
+        compare(one, one).worse("bleu")
+
+
+def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(
+    truth: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = str(evaluation(tmp_path / "a", truth, made.chances_of(truth, 3, accuracy=0.9)))
+    worse = str(evaluation(tmp_path / "b", truth, made.chances_of(truth, 3, accuracy=0.6, seed=4)))
+    arguments = ["compare", better, worse, "--fail-if-worse", "macro_f1", "--json"]
+    assert main([*arguments, "--by", "0.05", "--report", str(tmp_path / "c")]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["worse"] == [worse]
+    assert main([*arguments, "--by", "0.5"]) == 0
+    assert main(["compare", worse, better, "--fail-if-worse", "log_loss"]) == 0
+    page = (tmp_path / "c" / "compare.html").read_text()
+    assert "worse" in page
+    assert f"{values['pairs'][0]['lost']:,}" in page
+    assert json.loads((tmp_path / "c" / "compare.json").read_text())["pairs"] == values["pairs"]
+
+
+def test_intervals_cover_at_their_rate(tmp_path: Path) -> None:
+    """Of 300 pairs of samples of 300 rows, 95 % of the intervals have the true difference, within three errors."""
+    generator, covered, samples = np.random.default_rng(3), 0, 300
+    true_difference = 0.08
+    spec = made.classes_spec(LABELS[:2])
+    truth = np.zeros(300, dtype=int)
+    template = made.scored_classes(np.full((300, 2), 0.5), truth, LABELS[:2])
+    made.evaluated(tmp_path, template, spec)
+    judged = read_judged(tmp_path / "rows.parquet", "classes", spec.labels)
+    for _ in range(samples):
+        kind = generator.choice(4, size=300, p=[0.6, 0.06, 0.14, 0.2])  # both right, A only, B only, neither
+        sides = []
+        for right in (kind < 2, (kind == 0) | (kind == 2)):
+            said = pa.array(LABELS[:2]).take(pa.array(np.where(right, 0, 1)))
+            table = judged.table.set_column(judged.table.schema.get_field_index("prediction"), "prediction", said)
+            sides.append(type(judged)(judged.path, "classes", spec.labels, table, judged.places))
+        group = next(iter(groups_of(sides)))
+        _, draws = drawn(group)["accuracy"]
+        low, high = np.quantile(draws[:, 1] - draws[:, 0], (0.025, 0.975))
+        covered += low <= true_difference <= high
+    assert 0.91 <= covered / samples <= 0.985

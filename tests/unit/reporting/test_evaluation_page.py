@@ -1,0 +1,190 @@
+"""The page of an evaluation: any text, one row, many classes, spans and answers marked; in a browser, no overflow."""
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import judged_rows as made
+import tiny
+from html_page import Page
+from torchlake.evaluation.sections.judged import read_judged
+from torchlake.evaluation.sections.spans import entities
+from torchlake.reporting import page as frame
+
+ATTACK = "<script>alert(1)</script>"
+LABELS = (ATTACK, "גמל", "cat 🐈")
+WIDTHS = (375, 768, 1280)
+
+
+def evaluated(folder: Path, rows: int, classes: int, texts: list[str] | None = None, **options: Any) -> str:
+    labels = [*LABELS, *(f"class {at}" for at in range(classes))][:classes]
+    truth = np.random.default_rng(0).integers(0, classes, rows)
+    scored = made.scored_classes(made.chances_of(truth, classes, accuracy=0.7), truth, labels)
+    if texts is not None:
+        cycle = [texts[row % len(texts)] for row in range(rows)]
+        scored = scored.set_column(scored.schema.get_field_index("text"), "text", pa.array(cycle))
+    made.evaluated(folder, scored, made.classes_spec(labels), hints=True, **options)
+    return (folder / "eval.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    evaluated(folder, 300, 3, [ATTACK, "שלום עולם", "🐈" * 50, "long " * 20_000, "unbroken" * 500, "plain"])
+    return folder
+
+
+def test_every_text_is_escaped_and_long_ones_are_cut(written: Path) -> None:
+    content = (written / "eval.html").read_text()
+    page = Page(content)
+    assert page.tags.count("script") == 1
+    assert content.count(ATTACK) == 0
+    assert page.text.count(ATTACK) > 10
+    assert "(100,000 characters)" in page.text
+    assert len(content) < 400_000
+    assert 'dir="auto"' in content
+
+
+def test_the_only_script_is_that_of_the_filter_box(written: Path) -> None:
+    content = (written / "eval.html").read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", content, re.DOTALL)
+    assert script == frame.FILTER
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'" in content.replace(
+        "&#39;", "'"
+    )
+    assert not re.search(r"https?:|@import", content)
+
+
+def test_each_cell_of_the_matrix_leads_to_its_rows(written: Path) -> None:
+    content = (written / "eval.html").read_text()
+    links = re.findall(r'href="#(cell-\d+)"', content)
+    assert len(links) == 6
+    assert sorted(links) == sorted(re.findall(r'id="(cell-\d+)"', content))
+
+
+def test_one_row_and_many_classes(tmp_path: Path) -> None:
+    assert "1 rows measured" in Page(evaluated(tmp_path / "one", 1, 2)).text
+    many = evaluated(tmp_path / "many", 3000, 150)
+    assert len(many) < 2_000_000
+    assert '<table class="matrix">' not in many
+    assert many.count("predicted as") == 20
+
+
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
+    content = evaluated(tmp_path, 40, 3)
+    assert "Threshold" not in content
+    assert "Predicted against true" not in content
+    assert "If the least sure rows go to a person" in content
+
+
+@pytest.mark.usefixtures("page_libraries")
+def test_pictures_have_their_numbers_in_a_table(tmp_path: Path) -> None:
+    page = Page(evaluated(tmp_path, 200, 2))
+    assert page.tags.count("figure") >= 5
+    assert page.attributes.count(("role", "img")) == page.tags.count("figure")
+    assert page.tags.count("details") > 4
+
+
+def spans_table() -> tuple[pa.Table, Any]:
+    kind = pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32(), "label": pa.string()}))
+    found = pa.list_(
+        pa.struct({**{n: kind.value_type.field(n).type for n in ("start", "end", "label")}, "score": pa.float32()})
+    )
+
+    def span(start: int, end: int, label: str) -> dict[str, Any]:
+        return {"start": start, "end": end, "label": label, "score": 0.9}
+
+    true = [[span(0, 4, "PER")], [span(0, 4, "PER"), span(9, 13, "LOC")], [], [span(0, 4, "LOC")]]
+    said = [[span(0, 4, "PER")], [span(0, 4, "LOC"), span(9, 12, "LOC")], [span(5, 8, "PER")], []]
+    table = pa.table(
+        {
+            "id": range(4),
+            "label": pa.array([[{k: v for k, v in one.items() if k != "score"} for one in row] for row in true], kind),
+            "p_spans": pa.array(said, found),
+            "truncated": [False] * 4,
+            "error": pa.nulls(4, pa.string()),
+            "text": ["Anna is in Rome"] * 4,
+        }
+    )
+    labels = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    return table, replace(tiny.SPEC, task="token_classification", problem="spans", labels=labels)
+
+
+def test_spans_are_counted_with_missed_and_spurious_and_marked(tmp_path: Path) -> None:
+    scored, spec = spans_table()
+    found = made.evaluated(tmp_path, scored, spec)["sections"]["entities"]
+    types = {one["label"]: one for one in found["types"]}
+    assert (types["PER"]["rows"], types["PER"]["predicted"], types["PER"]["recall"][0]) == (2, 2, 0.5)
+    assert (types["LOC"]["rows"], types["LOC"]["predicted"], types["LOC"]["partial"]) == (2, 2, 1)
+    cells = {(pair["label"], pair["predicted"]): pair["rows"] for pair in found["pairs"]}
+    assert cells == {("PER", "LOC"): 1, ("LOC", "missed"): 2, ("spurious", "LOC"): 1, ("spurious", "PER"): 1}
+    assert "<mark>Anna</mark>" in (tmp_path / "eval.html").read_text()
+    assert entities(read_judged(tmp_path / "rows.parquet", "spans", spec.labels)) == found
+
+
+def test_answers_by_answerable_or_not(tmp_path: Path) -> None:
+    answer = pa.struct({"text": pa.list_(pa.string()), "answer_start": pa.list_(pa.int32())})
+    labels = [
+        {"text": ["Rome"], "answer_start": [11]},
+        {"text": ["the cat"], "answer_start": [0]},
+        {"text": [], "answer_start": []},
+    ]
+    scored = pa.table(
+        {
+            "id": range(3),
+            "label": pa.array(labels, answer),
+            "p_answer": ["Rome", "cat", None],
+            "p_score": pa.array([0.9, 0.5, 0.8], pa.float32()),
+            "truncated": [False] * 3,
+            "error": pa.nulls(3, pa.string()),
+            "context": ["Anna is in Rome", "the cat sat", "nothing"],
+        }
+    )
+    spec = replace(tiny.SPEC, task="question_answering", problem="answers", labels=())
+    found = made.evaluated(tmp_path, scored, spec, texts=["context"])["sections"]
+    by_kind = {one["kind"]: one for one in found["answerable"]}
+    assert by_kind["with an answer"]["mean"] == 0.5
+    assert by_kind["with an answer"]["f1"] == pytest.approx((1 + 2 / 3) / 2)
+    assert by_kind["without an answer"]["mean"] == 1.0
+    assert "<mark>Rome</mark>" not in (tmp_path / "eval.html").read_text()  # it is right, and not among the worst
+    assert "<mark>cat</mark>" in (tmp_path / "eval.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.usefixtures("page_libraries")
+def test_nothing_overflows_in_a_browser(tmp_path: Path, width: int) -> None:
+    """The page reports its own widths: a script is added that writes them into the document's title."""
+    evaluated(tmp_path, 300, 3, [ATTACK, "שלום עולם", "unbroken" * 500, "plain"])
+    content = (tmp_path / "eval.html").read_text()
+    content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", content)
+    probe = "<script>document.title=document.documentElement.scrollWidth+' '+innerWidth</script>"
+    inside = (
+        f'<iframe srcdoc="{(content + probe).replace("&", "&amp;").replace(chr(34), "&quot;")}" width={width}></iframe>'
+    )
+    reading = "<script>setTimeout(()=>{document.title=frames[0].document.title},500)</script>"
+    (tmp_path / "outer.html").write_text(f"<!doctype html>{inside}{reading}")
+    command = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+    ]
+    command += [f"--user-data-dir={tmp_path}/chrome", (tmp_path / "outer.html").as_uri()]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r"<title>(\d+) (\d+)</title>", dumped)
+    assert found is not None, dumped[:300]
+    assert int(found[1]) <= int(found[2])
