@@ -48,6 +48,7 @@ def test_any_message_becomes_an_answer_or_a_named_error(part: Any) -> None:
         value = message(content="x") if name != "content" else message()
         value["choices"][0]["message"][name] = part
         answer = read_answer(CHAT, json.dumps(value).encode())
+        assert isinstance(answer.reasoning, str | None)
         assert answer_of(answer.to_bytes()) == answer
 
 
