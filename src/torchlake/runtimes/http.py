@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.runtimes import Forward
@@ -24,11 +25,12 @@ from torchlake.runtimes._http.requests import Endpoint
 if TYPE_CHECKING:
     from torchlake.runtimes._http.client import Client
 
-TOLERANCE = 0.0
-tasks: tuple[str, ...] | None = ("text_generation", "feature_extraction")
-never: dict[str, str] = {}
-TOKEN_TYPES = False
 NO_FOLDER = "it asks an endpoint, and reads no model folder; give endpoint and model_name (--endpoint, --model-name)"
+TOLERANCE = 1.0
+# Those of a model folder; `scoring/endpoint/` has the tasks of endpoints.
+tasks: tuple[str, ...] | None = ()
+never: dict[str, str] = dict.fromkeys(plugins.names("tasks"), NO_FOLDER)
+TOKEN_TYPES = False
 CLOSE_S = 10.0
 
 

@@ -57,7 +57,7 @@ def ask(table: Path, endpoint: FakeEndpoint, output: Path, **options: Any) -> li
 def test_each_row_is_answered_once_and_faults_are_named(rows: Callable[..., Path], tmp_path: Path) -> None:
     faults = {
         "row 1 ": ["503", "408", "425", "409", "reset", "cut"],
-        "row 2 ": "400:too odd",
+        "row 2 ": "400:too odd \ud800",
         "row 3 ": "html",
         "row 4 ": "half",
         "row 5 ": "error200",
@@ -78,7 +78,7 @@ def test_each_row_is_answered_once_and_faults_are_named(rows: Callable[..., Path
     reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
     named = ["http_400", *["bad_answer"] * 4, "content_filter", "content_filter", "refused", "length", "http_422"]
     assert reasons == [None, None, *named, "http_500", "http_413", *[None] * 4]
-    assert found[2]["error"] == "http_400: too odd"
+    assert found[2]["error"] == "http_400: too odd ?"
     assert found[3]["error"].endswith("Sign in</body></html>")
     assert "upstream failed" in found[5]["error"]
     assert found[14]["finish_reason"] == "length"

@@ -145,7 +145,7 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
     texts = tuple(_text(one, called=bool(one.get("tool_calls"))) for one in messages)
     answer = Answer(
         texts=texts,
-        reasoning=next((one[n] for one in messages for n in ("reasoning_content", "reasoning") if one.get(n)), None),
+        reasoning=next((each for one in messages for each in _reasonings(one)), None),
         tool_calls=json.dumps(calls[0] if endpoint.texts == 1 else calls, ensure_ascii=False) if calls else None,
         reasons=reasons,
         logprobs=_logprobs(choices[0].get("logprobs")),
@@ -158,6 +158,11 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
     if "length" in reasons and (endpoint.structured or not any(texts)):
         return replace(answer, error="length: the answer was cut by the maximum of tokens")
     return _chosen(answer, endpoint.choices) if endpoint.choices else answer
+
+
+def _reasonings(message: dict[str, Any]) -> list[str]:
+    found = (message.get("reasoning_content"), message.get("reasoning"))
+    return [each for each in found if isinstance(each, str) and each]
 
 
 def _text(message: dict[str, Any], *, called: bool) -> str:

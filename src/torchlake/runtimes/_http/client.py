@@ -264,14 +264,14 @@ class Client:
         return content
 
     def cleaned(self, answer: Answer, request_id: str) -> Answer:
-        """Return an answer without the key, however it was written, with the id of its request."""
+        """Return an answer without the key, however it was written, and as valid text, with the id of its request."""
         answer = replace(answer, request_id=request_id[:200])
-        if self._key is None:
-            return answer
-        names = ("reasoning", "tool_calls", "error", "request_id")
-        found: dict[str, Any] = {name: getattr(answer, name) for name in names}
-        texts = tuple(map(self.clean, answer.texts))
-        return replace(answer, texts=texts, **{n: self.clean(each) for n, each in found.items() if each is not None})
+        found = {name: getattr(answer, name) for name in ("reasoning", "tool_calls", "error", "request_id")}
+        whole: dict[str, Any] = {name: self._text(each) for name, each in found.items() if each is not None}
+        return replace(answer, texts=tuple(map(self._text, answer.texts)), **whole)
+
+    def _text(self, text: str) -> str:
+        return self.clean(text).encode("utf-8", "replace").decode()
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

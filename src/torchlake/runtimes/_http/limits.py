@@ -8,7 +8,12 @@ One thread uses it: that of the event loop. The tokens of a request are an estim
 """
 
 import asyncio
+import fcntl
+import os
+import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 MARGIN = 1.01
@@ -18,6 +23,7 @@ FIRST, MOST = 8, 1024
 SLOWER = 2.0
 "How many times its best latency an endpoint may take before the number of open requests stops growing."
 SMOOTH = 0.1
+MOMENTS = struct.Struct("<dd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +33,52 @@ class LimitOptions:
     concurrency: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    shared: str | None = None
+    "A file by which the processes of this machine share the two rates; None: each has its own."
 
 
-class _Rate:
-    """Evenly spaced moments: `amount` units take their time before the next may start."""
+class _Rates:
+    """Evenly spaced moments: a request, and its tokens, take their time before the next may start.
 
-    def __init__(self, per_minute: float) -> None:
-        self._unit_s = 60.0 / per_minute * MARGIN
-        # A process that replaces one that died does not know its last request: it waits as if that was just now.
-        self.next = time.monotonic() + self._unit_s
+    With a file, all processes of this machine that name it have one order of moments, so those that still have rows use
+    the limit of the others. A new process waits as if the last request was just now.
+    """
 
-    def take(self, at: float, amount: float) -> None:
-        self.next = max(self.next, at) + amount * self._unit_s
+    def __init__(self, options: LimitOptions) -> None:
+        limits = (options.requests_per_minute, options.tokens_per_minute)
+        self._units_s = [0.0 if one is None else 60.0 / one * MARGIN for one in limits]
+        now = time.monotonic()
+        self._next = [now + self._units_s[0], now]
+        self._file = None
+        if options.shared is not None and any(self._units_s):
+            self._file = os.open(options.shared, os.O_RDWR | os.O_CREAT, 0o666)
 
-    def correct(self, amount: float) -> None:
-        self.next += amount * self._unit_s
+    def reserve(self, not_before: float, tokens: float) -> float:
+        """Return the moment of a request, at or after `not_before`."""
+        with self._moments() as moments:
+            begin = max(not_before, *moments)
+            moments[:] = [begin + unit * one for unit, one in zip(self._units_s, (1.0, tokens), strict=True)]
+        return begin
+
+    def correct(self, tokens: float) -> None:
+        """Add tokens to those of an earlier request."""
+        with self._moments() as moments:
+            moments[1] += tokens * self._units_s[1]
+
+    @contextmanager
+    def _moments(self) -> Iterator[list[float]]:
+        """Yield the moments from which on the next request, and the next token, may start; they may be changed."""
+        if self._file is None:
+            yield self._next
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            kept = os.pread(self._file, MOMENTS.size, 0)
+            moments = list(MOMENTS.unpack(kept)) if len(kept) == MOMENTS.size else self._next
+            yield moments
+            os.pwrite(self._file, MOMENTS.pack(*moments), 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class Limits:
@@ -52,10 +89,7 @@ class Limits:
         self.most = float(min(FIRST, MOST) if options.concurrency is None else options.concurrency)
         "Requests that may be open."
         self.open = 0
-        self._requests = None if options.requests_per_minute is None else _Rate(options.requests_per_minute)
-        self._tokens = None if options.tokens_per_minute is None else _Rate(options.tokens_per_minute)
-        if self._tokens is not None:
-            self._tokens.next = time.monotonic()
+        self._rates = _Rates(options)
         self._room = asyncio.Event()
         self._paused = 0.0
         self._halved = 0.0
@@ -84,12 +118,7 @@ class Limits:
         """Wait for the moment of an attempt; return the tokens that it is expected to take."""
         while True:
             now, tokens = time.monotonic(), prompt_tokens + self._written
-            rates = [rate for rate in (self._requests, self._tokens) if rate is not None]
-            begin = max(now, self._paused, *(rate.next for rate in rates))
-            if self._requests is not None:
-                self._requests.take(begin, 1)
-            if self._tokens is not None:
-                self._tokens.take(begin, tokens)
+            begin = self._rates.reserve(max(now, self._paused), tokens)
             if begin > now:
                 await asyncio.sleep(begin - now)
             if time.monotonic() >= self._paused:  # not paused while it waited
@@ -99,8 +128,7 @@ class Limits:
         """Learn from an answer: its latency, and the tokens of its prompt and text if they are known."""
         if used is not None:
             self._written += SMOOTH * (used[1] - self._written)
-            if self._tokens is not None:
-                self._tokens.correct(sum(used) - expected)
+            self._rates.correct(sum(used) - expected)
         self._latency += (SMOOTH if self._latency else 1.0) * (seconds - self._latency)
         self._best = min(self._best * (1 + SMOOTH / 10) or self._latency, self._latency)
         if not self._adaptive or self.open < int(self.most):

@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.display import count
 from torchlake.engines import Engine, Resources
+from torchlake.engines.local import Local
 from torchlake.errors import LimitReached, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
@@ -47,6 +49,9 @@ ROW_COST = RowCost(row_s=0.3)
 MEMORY = 400 << 20
 ROWS_AHEAD, MOST_AHEAD = 2048, 32
 "Rows that a process reads ahead, so that it always has open requests, and chunks at most."
+ROUNDS = 8
+"Times that each process takes chunks, so that the last ones end at about the same time."
+RATES = "rates"
 REQUESTS_OF_A_PROCESS = 60
 "A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
 
@@ -68,16 +73,20 @@ class JobLimits:
             most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
         return max(1, min(most))
 
-    def shares(self, processes: int, spent: Spent) -> tuple[LimitOptions, BudgetOptions]:
-        """Return the limits of each process, and what it may spend of what is left."""
-        requests = self.requests_per_minute
-        if requests is not None and processes > 1:
-            requests = math.floor(requests / processes)
-        tokens = self.tokens_per_minute
+    def shares(self, processes: int, spent: Spent, shared: Path | None) -> tuple[LimitOptions, BudgetOptions]:
+        """Return the limits of each process, and what it may spend of what is left.
+
+        By the file `shared`, processes of one machine share the rates; else each has an equal part.
+        """
+        requests, tokens = self.requests_per_minute, self.tokens_per_minute
+        if shared is None and processes > 1:
+            requests = None if requests is None else math.floor(requests / processes)
+            tokens = None if tokens is None else tokens / processes
         limits = LimitOptions(
             concurrency=None if self.concurrency is None else max(1, self.concurrency // processes),
             requests_per_minute=requests,
-            tokens_per_minute=None if tokens is None else tokens / processes,
+            tokens_per_minute=tokens,
+            shared=None if shared is None else str(shared),
         )
         cost = None if self.max_cost is None else max(0.0, self.max_cost - spent.cost) / processes
         left = None if self.max_tokens_total is None else max(0, self.max_tokens_total - spent.tokens) / processes
@@ -173,14 +182,19 @@ class EndpointJob:
         done = [part.name for part in out.done]
         self.earlier = self._spent(out, done)
         processes = self.limits.processes(self.engine.processes or 1, len(items))
-        limits, budget = self.limits.shares(processes, self.earlier)
+        workspace, shared = workspace_of(out), None
+        if isinstance(self.engine, Local) and processes > 1:
+            shared = Path(workspace.journal, RATES)
+            shared.unlink(missing_ok=True)  # of an earlier call: moments that were never used
+        limits, budget = self.limits.shares(processes, self.earlier, shared)
+        fair = len(items) if processes == 1 else len(items) // (ROUNDS * processes)
         mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
         settings = replace(
             self.settings,
             limits=limits,
             budget=budget,
-            workspace=workspace_of(out),
-            chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), len(items) // processes)),
+            workspace=workspace,
+            chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), fair)),
         )
         results = self.engine.run_chunks(
             partial(make_endpoint_worker, settings),
