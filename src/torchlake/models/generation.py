@@ -139,7 +139,7 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     structure = read_structure(given)
     given = {name: value for name, value in given.items() if name not in OPTIONS}
     options = GenerationOptions(**given, structure=structure)
-    drawing = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    drawing: list[str] = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     drawing += [name for name in ("n",) if options.n > 1] + [name for name in ("seed_by",) if options.seed_by == "key"]
     check_values(options)
     _check_structure_options(options)
