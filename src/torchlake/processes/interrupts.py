@@ -47,14 +47,13 @@ def _answered() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def until_signal() -> int:
-    """Wait for SIGTERM or SIGINT; return 0."""
+@contextmanager
+def noted_signals() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGINT set in the block, instead of what they did before."""
     stop = threading.Event()
     before = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while not stop.wait(0.5):
-            pass
+        yield stop
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    return 0

@@ -35,7 +35,7 @@ from torchlake.models import folders
 from torchlake.models.load import load_spec
 from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
-from torchlake.processes.interrupts import until_signal
+from torchlake.processes.interrupts import noted_signals
 from torchlake.processes.serialization import pack, unpack
 from torchlake.redaction import redacted
 from torchlake.serving.asgi import Service, app, writes_text
@@ -436,9 +436,14 @@ def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_optio
     # The proxies of Ray Serve accept connections; a replica answers what they send it.
     build = partial(app, folder, options=replace(options, processes=1), **load_options)
     address = (options.host, options.port)
-    end = made.serve(build, name="torchlake", address=address, most=options.max_requests, drain_s=options.drain_timeout)
-    log.info("%s is served by Ray on http://%s:%d", model, *address)
-    try:
-        return until_signal()
-    finally:
-        end()
+    made.join()  # Ray has handlers of signals of its own, which are replaced below
+    with noted_signals() as stop:
+        most, drain_s = options.max_requests, options.drain_timeout
+        end = made.serve(build, name="torchlake", address=address, most=most, drain_s=drain_s)
+        log.info("%s is served by Ray on http://%s:%d", model, *address)
+        try:
+            while not stop.wait(0.5):
+                pass
+        finally:
+            end()
+    return 0

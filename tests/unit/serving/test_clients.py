@@ -90,6 +90,19 @@ def test_openai(embedder: Running) -> None:
     batcher.queued_tokens -= 1_000_000
 
 
+def test_langchain(embedder: Running) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    options = {"model": "embedder", "base_url": f"{embedder.url}/v1", "api_key": "secret"}
+    texts = ["good film", "a bore"]
+    vectors = langchain.OpenAIEmbeddings(**options, check_embedding_ctx_length=False).embed_documents(texts)
+    assert np.allclose(vectors, tl.load(embedder.service.source).embed(texts), atol=1e-5)
+    # By default it sends token ids of OpenAI's models, for which it needs their tokenizer.
+    response = embedder.post(
+        "/v1/embeddings", {"input": [[15139, 4632]], "model": "embedder"}, headers={"authorization": "Bearer secret"}
+    )
+    assert "in LangChain set check_embedding_ctx_length=False" in response.json()["error"]["message"]
+
+
 def test_hugging_faces_client(tiny_model: Path, tiny_bert: Path, tmp_path: Path) -> None:
     with running(tiny_model) as server:
         found = ask(server, 'client.text_classification("good film")')
