@@ -1,8 +1,8 @@
 """Typed columns of written JSON: the Arrow type of a schema, and values of texts that fit it.
 
-    object    struct of its properties, null where one is missing      string    string; of formats date and date-time
-    array     list of its items                                        integer   int64; number: float64
-    enum      dictionary of strings, or the type of its values         null      beside another type: may be null
+    object    struct of its properties, null where one is missing    integer   int64; number: float64
+    array     list of its items                                      enum      dictionary of strings, or as its values
+    string    string; by their formats date32 and timestamp          null      beside another type: it may be null
 
 Each property of the whole schema is a column. What has no type is refused with its place: objects with free keys,
 unions of several types, items of several types, and schemas that refer to themselves.

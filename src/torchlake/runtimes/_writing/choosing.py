@@ -81,7 +81,7 @@ def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the scores with -inf for the tokens that a row's grammar excludes, and the rows (B,) bool without another.
+    """Return the scores with -inf for tokens that a row's grammar excludes, and whether no other is left, (B,) bool.
 
     A row for which the model itself allows one token only, such as the language at the start, keeps it.
     """

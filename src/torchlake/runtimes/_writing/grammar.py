@@ -73,7 +73,7 @@ class Guide:
             self.take(token)
 
     def take(self, token: int) -> None:
-        """Follow the text with its next token; one that the model forced (a language) is not part of it."""
+        """Follow the text with its next token; a special one, such as a language that is forced, is not part of it."""
         self.computed = None
         if not self.grammar.tokens.is_special_token(token):
             self.matcher.consume_token(token)
