@@ -1,7 +1,7 @@
 """How fast do models write on a CPU: transformers' `generate`, `eager`, CTranslate2 by itself and as a runtime?
 
-Llama-160M's and GPT-2-small's shapes with random weights continue prompts of random words, greedily. `generate` gets
-them sorted, in one batch; the library by itself gets them as its documentation says; torchlake does all that `predict`
+Llama-160M's and GPT-2-small's shapes with random weights continue words of Shakespeare, greedily. `generate` gets
+them in one batch; the library by itself gets them as its documentation says; torchlake does all that `predict`
 does with a chunk, tokenizing included. One thread, CPU seconds; the contenders take turns, and the best of the rounds
 counts. `equal` is the share of texts that are `generate`'s; of random weights, 8 bits change nearly every text.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from _common import SCRATCH, finish, parser
 from _contender import ONE_THREAD
+from _shakespeare import lines_of_shakespeare, small_model
 
 os.environ.update(ONE_THREAD)
 
@@ -22,10 +23,9 @@ import ctranslate2
 import pyarrow as pa
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torchlake import plugins
-from torchlake.models.load import load_spec
+from torchlake.models.load import load_spec, load_tokenizer
 from torchlake.runtimes import _ctranslate2_export
 from torchlake.scoring.options import scoring_settings
 from torchlake.scoring.scorer import Scorer
@@ -40,23 +40,35 @@ Texts = list[list[int]]
 
 
 def build(name: str) -> Path:
-    """The model of a shape, in which word 17 is token 17."""
+    """The model of a shape, with a tokenizer whose tokens are the first of the model's."""
     kind, shape = SHAPES[name]
     folder = SCRATCH / f"writing-{kind}"
-    if (folder / "config.json").exists():
-        return folder
-    backend = Tokenizer(models.WordLevel({str(number): number for number in range(shape["vocab_size"])}, unk_token="0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="2", unk_token="0")
-    torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**shape, bos_token_id=None, eos_token_id=2)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if not (folder / "config.json").exists():
+        config = transformers.CONFIG_MAPPING[kind](**shape, bos_token_id=None, eos_token_id=0)
+        small_model(folder, lines_of_shakespeare(), lambda _: transformers.AutoModelForCausalLM.from_config(config))
     return folder
 
 
-def ways_of(folder: Path, prompts: Texts, new_tokens: int) -> dict[str, Callable[[], Texts]]:
+class Kept:
+    """A writer that keeps the tokens of its texts: most of them are none of the tokenizer's."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer, self.found = writer, dict[int, list[int]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.writer, name)
+
+    def step(self, report: Callable[[Any], None]) -> None:
+        def told(ended: Any) -> None:
+            self.found |= {one.row: one.text.tokens[one.text.tokens >= 0].tolist() for one in ended}
+            report(ended)
+
+        self.writer.step(told)
+
+
+def ways_of(folder: Path, texts: list[str], new_tokens: int) -> dict[str, Callable[[], Texts]]:
     """The contenders: each returns the tokens of the texts."""
+    prompts: Texts = load_tokenizer(folder)(texts)["input_ids"]
     spec, order = load_spec(folder), np.argsort([len(prompt) for prompt in prompts]).tolist()
     model = plugins.load("tasks", spec.task).load_model(folder, spec)
 
@@ -66,7 +78,7 @@ def ways_of(folder: Path, prompts: Texts, new_tokens: int) -> dict[str, Callable
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             made = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-        return [[token for token in row[width:] if token != 2] for row in made.tolist()]
+        return [[token for token in row[width:] if token] for row in made.tolist()]
 
     def bare(name: str) -> Callable[[], Texts]:
         place = folder / "runtimes" / name
@@ -83,11 +95,12 @@ def ways_of(folder: Path, prompts: Texts, new_tokens: int) -> dict[str, Callable
     def torchlake(runtime: str) -> Callable[[], Texts]:
         settings, _, _ = scoring_settings(folder, runtime, {"max_new_tokens": new_tokens}, text=None)
         scorer = Scorer(settings=settings)
-        table = pa.table({"text": [" ".join(map(str, prompt)) for prompt in prompts]})
+        kept = scorer.writer = Kept(scorer.writer)
+        table = pa.table({"text": texts})
 
         def write() -> Texts:
-            texts = scorer.score(scorer.read(table, {}))["generated_text"].to_pylist()
-            return [[int(word) for word in text.split()] for text in texts]
+            scorer.score(scorer.read(table, {}))
+            return [kept.found[row] for row in range(len(texts))]
 
         return write
 
@@ -106,9 +119,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     random, found = np.random.default_rng(0), []
-    for name, (_, shape) in SHAPES.items():
-        lengths = np.clip(random.gamma(4, 11, options.prompts).astype(int), 4, 160)
-        prompts = [random.integers(3, shape["vocab_size"], length).tolist() for length in lengths]
+    for name in SHAPES:
+        words = " ".join(lines_of_shakespeare()).split()
+        lengths = np.clip(random.gamma(4, 8, options.prompts).astype(int), 4, 100)
+        starts = random.integers(0, len(words) - 100, options.prompts)
+        prompts = [" ".join(words[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
         ways = ways_of(build(name), prompts, options.new_tokens)
         texts, seconds = {}, dict.fromkeys(ways, float("inf"))
         for _ in range(options.rounds):

@@ -21,6 +21,7 @@ from torchlake.errors import UnsafeError, UsageError
 from torchlake.models import exports, load
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Text, _ctranslate2_export, write_all
+from torchlake.runtimes._ctranslate2 import longest_beside
 
 TEXTS = [
     "the film",
@@ -204,3 +205,17 @@ def test_another_token_in_the_vocabulary_is_an_export_that_is_made_again(llama: 
     place.write_text(json.dumps([names[1], names[0], *names[2:]]))
     assert exports.current(copy, "ctranslate2", "text_generation") is None
     assert answers(copy, "ctranslate2", TEXTS[:2]) == answers(copy, "eager", TEXTS[:2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "new", "longest"),
+    [
+        ([5] * 4, 64, 5),
+        ([10, 11, 30], 64, 30),  # twenty more steps are cheaper than a batch of 64
+        ([10, 11, 1000], 64, 11),
+        ([1, 2, 3], 64, 1),
+        ([10, 11, 12], 0, 10),  # only equal ones
+    ],
+)
+def test_prompts_of_similar_sizes_share_a_batch(sizes: list[int], new: int, longest: int) -> None:
+    assert longest_beside(sizes, new) == longest

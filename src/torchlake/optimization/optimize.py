@@ -104,8 +104,9 @@ class Optimized:
         """The speed in words; of a task that writes, with the time of a large table."""
         if self.tokens_per_s is None:
             return f"{self.rows_per_s:,.0f} rows/s"
-        hours = LARGE / self.rows_per_s / 3600
-        return f"{self.tokens_per_s:,.1f} tokens/s ({LARGE:,} such rows in {hours:,.1f} hours)"
+        minutes = LARGE / self.rows_per_s / 60
+        needed = f"{minutes:,.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
+        return f"{self.tokens_per_s:,.1f} tokens/s ({LARGE:,} such rows in {needed})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; undefined numbers are null."""

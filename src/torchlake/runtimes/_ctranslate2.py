@@ -30,8 +30,8 @@ from torchlake.runtimes._writing.static import end_tokens
 
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 "The options of `GenerationOptions` that it computes; others must have their default."
-SPREAD = 1.5
-"Prompts of a batch that are longer than this many times the shortest one are written in a batch of their own."
+STEP_ROWS = 12
+"A step costs about as much as so many rows of it, because it reads all weights."
 SCORED_TOKENS = 1024
 
 
@@ -160,9 +160,9 @@ class ConvertedWriter:
     def _write(self, running: Sequence[Row], taking: "_Taking") -> None:
         """Write the rows with the shortest prompts."""
         sizes = [len(row.prompt) + len(row.tokens) for row in running]
-        # Refused tokens would also be refused in the rest of a prompt. Beside a prompt of one token, the library takes
-        # the rest of the others for a text.
-        most = min(sizes) * (1 if self._options or min(sizes) == 1 else SPREAD)
+        # Refused tokens would also be refused in the rest of a prompt.
+        new = 0 if self._options else max(row.limit - len(row.tokens) for row in running)
+        most = longest_beside(sizes, new)
         rows = [row for row, size in zip(running, sizes, strict=True) if size <= most]
         reads = [np.concatenate([row.prompt, row.tokens]) for row in rows]
         taking.begin(rows, [0] * len(rows))
@@ -196,6 +196,27 @@ class ConvertedWriter:
             callback=taking,
             **self._options,
         )
+
+
+def longest_beside(sizes: Sequence[int], new: int) -> int:
+    """Return the size of the longest prompt that is best written in a batch with the shortest one.
+
+    `sizes` are those of all prompts, and a text has up to `new` tokens. A batch of prompts of unequal sizes has a step
+    for each token by which the longest one is longer; another batch has the steps of its texts.
+    """
+    if min(sizes) == 1:  # beside a prompt of one token, the library takes the rest of the others for a text
+        return 1
+    distinct, counts = np.unique(sizes, return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts * distinct)]), np.concatenate([[0], np.cumsum(counts)])
+    best, first = np.zeros(len(distinct) + 1), np.zeros(len(distinct), np.int64)
+    for start in range(len(distinct) - 1, -1, -1):
+        # The cost of a batch from here to each longer size, and of the batches after it.
+        left = distinct[start:] - distinct[start]
+        rest = before[0][start + 1 :] - before[0][start] - distinct[start] * (before[1][start + 1 :] - before[1][start])
+        cost = STEP_ROWS * (left + new) + rest + best[start + 1 :]
+        first[start] = start + int(cost.argmin())
+        best[start] = cost.min()
+    return int(distinct[first[0]])
 
 
 class _Taking:
