@@ -50,6 +50,7 @@ COLUMNS = {
     "end": "One past the answer's last character.",
     "generated_text": "The generated text.",
     "generated_tokens": "Number of generated tokens.",
+    "prompt_tokens": "Number of tokens of the prompt.",
     "finish_reason": "`stop` (end token or stop text) or `length` (`--max-new-tokens` reached).",
 }
 ERRORS = """\
