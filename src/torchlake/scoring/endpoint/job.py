@@ -6,7 +6,6 @@ What changes an answer is in the fingerprint: endpoint, model, options, columns 
 limits are not, so the same command with a higher limit goes on.
 """
 
-import logging
 import math
 import platform
 from collections.abc import Generator, Mapping, Sequence
@@ -39,8 +38,6 @@ from torchlake.tasks import PROMPT, TEXT
 from torchlake.tasks._inputs import check_column, check_columns
 from torchlake.tasks._prompts import check_prompt_columns
 from torchlake.tasks._row_options import OPTIONS, find_options
-
-log = logging.getLogger(__name__)
 
 RUNTIME = "http"
 WRITES, EMBEDS = "text_generation", "feature_extraction"
@@ -203,25 +200,21 @@ class EndpointJob:
             name=f"predict {out.title}",
             label=chunk_label,
         )
-        spent, left = self.earlier, 0
+        spent, left, reached = self.earlier, 0, ""
         try:
             for one in results:
                 spent += one.spent
                 if isinstance(one, UnfinishedChunk):
-                    left += one.left
+                    left, reached = left + one.left, one.reached
                 else:
                     yield one
         finally:
             results.close()
         if left:
-            raise self._reached(spent, left)
+            raise self._reached(reached, spent, left)
 
-    def _reached(self, spent: Spent, left: int) -> LimitReached:
+    def _reached(self, name: str, spent: Spent, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        limits = self.limits
-        name = "max_cost" if limits.max_cost is not None and self.settings.price is not None else "max_tokens_total"
-        if name == "max_cost" and limits.max_tokens_total is not None and spent.cost < 0.5 * (limits.max_cost or 0):
-            name = "max_tokens_total"
         unit = "" if name == "max_cost" else " tokens"
         used = f"{spent.cost:,.4f}" if name == "max_cost" else f"{spent.tokens:,}"
         more = ""
@@ -229,7 +222,7 @@ class EndpointJob:
             each = (spent.cost if name == "max_cost" else spent.tokens) / spent.rows
             more = f" (about {each * left:,.4f} more)" if name == "max_cost" else f" (about {each * left:,.0f} more)"
         return LimitReached(
-            f"{name}={getattr(limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
+            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
             f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
             "goes on."
         )

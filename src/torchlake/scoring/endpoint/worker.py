@@ -47,6 +47,8 @@ class UnfinishedChunk:
 
     spent: Spent
     left: int
+    reached: str
+    "The limit."
 
 
 class OpenChunk:
@@ -79,7 +81,7 @@ class OpenChunk:
 
     def skip(self, row: int) -> None:
         """Count a row that is not asked."""
-        self._budget.closed = True
+        self._budget.close()
         self.skipped += 1
         self._check()
 
@@ -133,7 +135,7 @@ def make_endpoint_worker(
     names: dict[int, str] = {}
 
     def start(chunk: Chunk, attempt: Attempt) -> ReadRows | None:
-        if budget.closed:
+        if budget.reached is not None:
             return None
         table, unreadable = read_chunk(reader, chunk, attempt)
         asked, errors = read_rows(table, unreadable, settings)
@@ -154,13 +156,13 @@ def make_endpoint_worker(
     def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
         rows = one.read
         if rows is None:
-            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows)
+            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows, reached=str(budget.reached))
         rows.open.wait(one.attempt)
         opened.remove(rows.open)
         spent = spent_on(rows.open.answers.values(), settings.price)
         if rows.open.skipped:
             rows.open.journal.close()
-            return UnfinishedChunk(spent=spent, left=rows.open.skipped)
+            return UnfinishedChunk(spent=spent, left=rows.open.skipped, reached=str(budget.reached))
         answers = [rows.open.answers.get(row) for row in range(one.chunk.rows)]
         made = answer_columns(settings, answers, rows.errors)
         keys = [] if settings.key is not None else [("row_id", row_ids(one.chunk))]
