@@ -3,7 +3,7 @@
     options -> EndpointJob -> table_job: plan, workers with a journal, one commit
 
 What changes an answer is in the fingerprint: endpoint, model, options, columns and prices, never the key. Speed and
-limits are not, so the same command with a higher limit goes on.
+limits are not, so the same command with a higher limit continues.
 """
 
 import math
@@ -224,7 +224,7 @@ class EndpointJob:
         return LimitReached(
             f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
             f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
-            "goes on."
+            "continues."
         )
 
     def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:

@@ -143,7 +143,7 @@ class BudgetOptions:
     tokens: float | None = None
 
 
-class Budget:
+class SpendingBudget:
     """What is left of a process's share."""
 
     def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
