@@ -29,6 +29,7 @@ from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
+from torchlake.models.generation import MARKS
 from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -273,7 +274,9 @@ def output_page() -> Iterator[str]:
     for task, problem, labels, everything in meanings.OUTPUTS:
         label = "label" if plugins.load("tasks", task).has_labels else None
         spec = TaskSpec(task=task, problem=problem, labels=labels, text="text", label=label, max_length=64)
-        schema = plugins.load("tasks", task).output_schema(spec, ColumnOptions(all_probabilities=everything))
+        schema = plugins.load("tasks", task).output_schema(
+            spec, ColumnOptions(all_probabilities=everything, marks=MARKS[0], logprobs="tokens")
+        )
         for field in schema:
             name = "prob_CLASS" if field.name.startswith("prob_") else field.name
             found.add(name)

@@ -132,7 +132,7 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
         ids = given["stop_token_ids"]
         given["stop_token_ids"] = (ids,) if isinstance(ids, int) else tuple(ids)
     options = GenerationOptions(**given)
-    drawing = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    drawing: list[str] = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     drawing += [name for name in ("n",) if options.n > 1] + [name for name in ("seed_by",) if options.seed_by == "key"]
     check_values(options)
     if options.num_beams > 1 and (options.temperature > 0 or drawing):

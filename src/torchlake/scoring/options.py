@@ -76,17 +76,17 @@ def split_options(
     A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
-    given: Any = with_common_names(given)
-    refuse_unknown("predict", given, PredictOptions.__annotations__)
-    check_options(given)
-    refuse_endpoint(given)
+    named = with_common_names(given)
+    refuse_unknown("predict", named, PredictOptions.__annotations__)
+    check_options(named)
+    refuse_endpoint(named)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0] |= {"task"}
-    scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
-    if given.get("sample") is not None and not given.get("temperature"):
+    scoring, generation = ({name: named[name] for name in named if name in own} for own in names)
+    if named.get("sample") is not None and not named.get("temperature"):
         generation.pop("seed", None)
-    scoring["prompts"] = {name: given[name] for name in PROMPTS if name in given}
-    return scoring, generation, output_options(given)
+    scoring["prompts"] = {name: named[name] for name in PROMPTS if name in named}
+    return scoring, generation, output_options(named)
 
 
 def with_common_names(given: Mapping[str, Any]) -> dict[str, Any]:

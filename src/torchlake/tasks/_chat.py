@@ -215,19 +215,19 @@ def chat_requests(
     """
     called = None if tools is None else tools.to_pylist()
     requests, errors = read_chats(column.to_pylist(), called, names=names, system=system, turns=turns)
-    for row, each in [*requests.items()]:
+    for row, request in [*requests.items()]:
         want: Any = "prompt" if add_generation_prompt else "whole"
-        if add_generation_prompt and each.messages[-1]["role"] == "assistant":
+        if add_generation_prompt and request.messages[-1]["role"] == "assistant":
             want = "continue"
             if not options.continue_final_message:
                 errors[row] = f"bad_chat: {UNFINISHED}"
                 del requests[row]
                 continue
-        head = len(system_of(each.messages))
+        head = len(system_of(request.messages))
         requests[row] = replace(
-            each,
-            messages=[*each.messages[:head], *options.examples, *each.messages[head:]],
-            tools=each.tools or options.tools or None,
+            request,
+            messages=[*request.messages[:head], *map(dict, options.examples), *request.messages[head:]],
+            tools=request.tools or options.tools or None,
             options=options.template_options,
             want=want,
         )

@@ -10,7 +10,7 @@ Scoring: a prompt is a row without an end token. It is never truncated; a prompt
 becomes an error row.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,7 @@ class TextGeneration(WritingTask):
 
     inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA, "options": EXTRA}
     "Strings or conversations; what follows them; the tools of each conversation; options of answers."
-    optional = ("completion", "tools", "options")
+    optional: Collection[str] = ("completion", "tools", "options")
     has_labels = False
     problems = PROBLEMS
     auto_class = "AutoModelForCausalLM"

@@ -40,8 +40,8 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
         drawn = [rows[place].drawn[len(rows[place].tokens)] for place in places] if options.temperature else []
         tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
     if any(row.logprobs is not None for row in rows):
-        places = torch.from_numpy(tokens)[:, None].to(given.device)
-        found = given.float().log_softmax(-1).gather(1, places)[:, 0].tolist()
+        chosen = torch.from_numpy(tokens)[:, None].to(given.device)
+        found = given.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist()
         for row, logprob in zip(rows, found, strict=True):
             row.logprob = logprob
     tokens[~finite] = NON_FINITE
