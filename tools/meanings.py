@@ -54,7 +54,6 @@ COLUMNS = {
     "logprob": "Mean log-probability of the answer's tokens; with `--logprobs` only.",
     "token_logprobs": "Log-probability of each token; with `--logprobs tokens` only.",
     "generated_tokens": "Number of generated tokens.",
-    "prompt_tokens": "Number of tokens of the prompt.",
     "finish_reason": "`stop` (end token or stop text) or `length` (`--max-new-tokens` reached).",
 }
 ERRORS = """\
