@@ -34,7 +34,8 @@ from torchlake.scoring.options import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.table import Table
-from torchlake.tasks import PROMPT, TEXT
+from torchlake.tables.table import check_columns as require_columns
+from torchlake.tasks import TEXT
 from torchlake.tasks._inputs import check_column, check_columns
 from torchlake.tasks._prompts import check_prompt_columns
 from torchlake.tasks._row_options import OPTIONS, find_options
@@ -124,9 +125,7 @@ class EndpointJob:
             spec = self._checked(spec, schema, where, task)
         else:
             check_columns(schema, {"text": TEXT}, spec, where)
-        for name in settings.keep:
-            if name not in schema.names:
-                check_column(schema, name, name, PROMPT, where)
+        require_columns(where, settings.keep, schema)
         self.settings, self.fitted = replace(settings, spec=spec), True
         found = output_schema(self.settings, schema)
         refuse_collisions(found.names, found.names)

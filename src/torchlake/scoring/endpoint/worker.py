@@ -175,6 +175,7 @@ def make_endpoint_worker(
         try:
             yield from work(_noted(items, names))
         except BaseException:
+            asking.close()  # nothing is appended to a journal that is closed
             for one in opened:
                 with suppress(StorageError):  # the first error is the cause
                     one.journal.close()
