@@ -1,4 +1,4 @@
-"""Label a table by a model behind an endpoint, with its cost: a limit stops the job half way, and it goes on.
+"""Label a table by a model behind an endpoint, with its cost: a limit stops the job half way, and it continues.
 
 Without --endpoint it starts a stand-in on this machine, which looks for words, so that nothing is paid. A real one:
 

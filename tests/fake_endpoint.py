@@ -251,16 +251,18 @@ class FakeEndpoint:
 def serving(**options: Any) -> Iterator[FakeEndpoint]:
     """Run an endpoint in a thread, on a free port."""
     endpoint, started, loop = FakeEndpoint(**options), threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
 
     async def run() -> None:
         server = await asyncio.start_server(endpoint.serve, "127.0.0.1", endpoint.port, backlog=1024)
         endpoint.port = server.sockets[0].getsockname()[1]
         started.set()
+        await stop.wait()
+        server.close()
 
     def main() -> None:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(run())
-        loop.run_forever()
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -272,7 +274,7 @@ def serving(**options: Any) -> Iterator[FakeEndpoint]:
     try:
         yield endpoint
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
 
 

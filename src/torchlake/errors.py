@@ -101,7 +101,7 @@ class Diverged(TorchlakeError):
 
 
 class LimitReached(TorchlakeError):
-    """A limit of cost or tokens was reached, the job's own or the endpoint's; the same command goes on."""
+    """A limit of cost or tokens was reached, the job's own or the endpoint's; the same command continues."""
 
     exit_code = 6
 

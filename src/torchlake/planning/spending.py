@@ -91,7 +91,8 @@ def plan_endpoint(
     requests = round(share * plan.rows)
     tokens_of = guess_tokens if tokenizer is None else _counting(tokenizer)
     lengths = np.array([tokens_of(prompt) for prompt, _ in prompts.values()] or [0.0])
-    around = Z * lengths.std(ddof=1) / math.sqrt(len(lengths)) if 1 < len(lengths) < plan.rows else 0.0
+    known = not 1 < len(lengths) < plan.rows
+    around = 0.0 if known else Z * float(lengths.std(ddof=1)) / math.sqrt(len(lengths))
     mean = float(lengths.mean())
     prompt = Between(*(max(0.0, requests * each) for each in (mean - around, mean, mean + around)))
     most = float(requests * work.settings.endpoint.most_tokens)

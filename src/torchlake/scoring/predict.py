@@ -180,7 +180,7 @@ def predict(
     "completions" or "embeddings". `request_options` are further fields of each request; None removes one.
     `concurrency`, `requests_per_minute` and `tokens_per_minute` are those of the whole job. With `price`, a file or a
     mapping of prices per million tokens, there is a column `cost`. `max_cost` and `max_tokens_total` stop the job
-    before it takes more: LimitReached; what is finished is kept, and the same call with a higher limit goes on.
+    before it takes more: LimitReached; what is finished is kept, and the same call with a higher limit continues.
 
     Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
     `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed

@@ -302,6 +302,8 @@ def test_other_mistakes(rows: Callable[..., Path], tmp_path: Path) -> None:
         predict(None, str(rows(2)), tmp_path / "out", endpoint="http://127.0.0.1:9/v1", model_name="m", engine=Here())
     with pytest.raises(TableError, match="there is no text column 'body'"):
         predict(None, str(rows(2)), tmp_path / "o", text="body", endpoint="http://localhost/v1", model_name="m")
+    with pytest.raises(TableError, match="number"):
+        predict(None, str(rows(2)), tmp_path / "o", key="number", endpoint="http://localhost/v1", model_name="m")
     with pytest.raises(UsageError, match="reads no model folder"):
         predict("model", str(rows(2)), tmp_path / "o", runtime="http", endpoint="http://localhost/v1", model_name="m")
     with pytest.raises(UsageError, match="endpoint: for the runtime 'http'"):

@@ -114,7 +114,7 @@ def _bad(why: str, content: bytes) -> Answer:
     return Answer(error=f"bad_answer: {why}: {shown(content)}")
 
 
-def _usage(value: dict[str, Any]) -> dict[str, int | None]:
+def _usage(value: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of tokens that the endpoint has counted."""
     usage = value.get("usage")
     usage = usage if isinstance(usage, dict) else {}

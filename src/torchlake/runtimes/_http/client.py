@@ -113,7 +113,7 @@ class Client:
                     return self.cleaned(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
                 problem = f"http_{got.status}: {message_of(got.content)[1]}"
                 wait = _retry_after(got.headers)
-                if got.status == 429:
+                if got.status == 429 or wait:
                     self._check_quota(got, wait)
                     self.limits.refused(seconds, wait)
             if attempt < self.endpoint.max_retries:

@@ -3,10 +3,9 @@
     options -> EndpointJob -> table_job: plan, workers with a journal, one commit
 
 What changes an answer is in the fingerprint: endpoint, model, options, columns and prices, never the key. Speed and
-limits are not, so the same command with a higher limit goes on.
+limits are not, so the same command with a higher limit continues.
 """
 
-import logging
 import math
 import platform
 from collections.abc import Generator, Mapping, Sequence
@@ -35,12 +34,11 @@ from torchlake.scoring.options import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.table import Table
-from torchlake.tasks import PROMPT, TEXT
+from torchlake.tables.table import check_columns as require_columns
+from torchlake.tasks import TEXT
 from torchlake.tasks._inputs import check_column, check_columns
 from torchlake.tasks._prompts import check_prompt_columns
 from torchlake.tasks._row_options import OPTIONS, find_options
-
-log = logging.getLogger(__name__)
 
 RUNTIME = "http"
 WRITES, EMBEDS = "text_generation", "feature_extraction"
@@ -127,9 +125,7 @@ class EndpointJob:
             spec = self._checked(spec, schema, where, task)
         else:
             check_columns(schema, {"text": TEXT}, spec, where)
-        for name in settings.keep:
-            if name not in schema.names:
-                check_column(schema, name, name, PROMPT, where)
+        require_columns(where, settings.keep, schema)
         self.settings, self.fitted = replace(settings, spec=spec), True
         found = output_schema(self.settings, schema)
         refuse_collisions(found.names, found.names)
@@ -203,25 +199,21 @@ class EndpointJob:
             name=f"predict {out.title}",
             label=chunk_label,
         )
-        spent, left = self.earlier, 0
+        spent, left, reached = self.earlier, 0, ""
         try:
             for one in results:
                 spent += one.spent
                 if isinstance(one, UnfinishedChunk):
-                    left += one.left
+                    left, reached = left + one.left, one.reached
                 else:
                     yield one
         finally:
             results.close()
         if left:
-            raise self._reached(spent, left)
+            raise self._reached(reached, spent, left)
 
-    def _reached(self, spent: Spent, left: int) -> LimitReached:
+    def _reached(self, name: str, spent: Spent, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        limits = self.limits
-        name = "max_cost" if limits.max_cost is not None and self.settings.price is not None else "max_tokens_total"
-        if name == "max_cost" and limits.max_tokens_total is not None and spent.cost < 0.5 * (limits.max_cost or 0):
-            name = "max_tokens_total"
         unit = "" if name == "max_cost" else " tokens"
         used = f"{spent.cost:,.4f}" if name == "max_cost" else f"{spent.tokens:,}"
         more = ""
@@ -229,9 +221,9 @@ class EndpointJob:
             each = (spent.cost if name == "max_cost" else spent.tokens) / spent.rows
             more = f" (about {each * left:,.4f} more)" if name == "max_cost" else f" (about {each * left:,.0f} more)"
         return LimitReached(
-            f"{name}={getattr(limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
+            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
             f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
-            "goes on."
+            "continues."
         )
 
     def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:

@@ -143,7 +143,7 @@ class BudgetOptions:
     tokens: float | None = None
 
 
-class Budget:
+class SpendingBudget:
     """What is left of a process's share."""
 
     def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
@@ -151,8 +151,9 @@ class Budget:
         self._tokens = self._cost = 0.0
         self._ratio, self._seen = FIRST_RATIO, False
         self._counting = threading.Lock()
-        self.closed = False
-        "Whether a row was not asked; then no other one is."
+        self.reached: str | None = None
+        "The limit because of which a row was not asked; then no other one is."
+        self._full: str | None = None
 
     def count(self, answer: Answer, estimate: float) -> None:
         """Count an answer; `estimate` is that of the tokens of its prompt, which count if the endpoint says nothing."""
@@ -170,10 +171,14 @@ class Budget:
     def may_start(self, open_requests: int, estimate: float) -> bool:
         """Return whether one more request fits; `open_requests` are open with it."""
         prompt, generated = estimate * self._ratio * open_requests, float(self._most * open_requests)
-        if self.closed or (
-            self._options.tokens is not None and self._tokens + prompt + generated > self._options.tokens
-        ):
-            return False
-        if self._options.cost is None or self._price is None:
-            return True
-        return self._cost + self._price.cost(prompt, generated) <= self._options.cost
+        limits, price, full = self._options, self._price, self.reached
+        if limits.tokens is not None and self._tokens + prompt + generated > limits.tokens:
+            full = full or "max_tokens_total"
+        if limits.cost is not None and price is not None and self._cost + price.cost(prompt, generated) > limits.cost:
+            full = full or "max_cost"
+        self._full = full or self._full
+        return full is None
+
+    def close(self) -> None:
+        """Let no other request start: there was no room for one."""
+        self.reached = self._full

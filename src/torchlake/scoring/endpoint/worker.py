@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
+from typing import Any
 
 import pyarrow as pa
 
@@ -25,7 +26,7 @@ from torchlake.outputs.parts import Part
 from torchlake.runtimes._http.answers import Answer, answer_of
 from torchlake.runtimes.http import Asking, Question
 from torchlake.scoring.endpoint.rows import Asked, EndpointSettings, answer_columns, read_rows
-from torchlake.scoring.endpoint.usage import Budget, Spent, spent_on
+from torchlake.scoring.endpoint.usage import SpendingBudget, Spent, spent_on
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
@@ -47,12 +48,14 @@ class UnfinishedChunk:
 
     spent: Spent
     left: int
+    reached: str
+    "The limit."
 
 
 class OpenChunk:
     """The answers of a chunk, as they come; `journal` keeps them. It asks the runtime: see `Asker` there."""
 
-    def __init__(self, journal: Journal, asked: dict[int, Asked], budget: Budget) -> None:
+    def __init__(self, journal: Journal, asked: dict[int, Asked], budget: SpendingBudget) -> None:
         self.journal, self._asked, self._budget = journal, asked, budget
         self.answers: dict[int, Answer] = {}
         self.skipped = 0
@@ -79,7 +82,7 @@ class OpenChunk:
 
     def skip(self, row: int) -> None:
         """Count a row that is not asked."""
-        self._budget.closed = True
+        self._budget.close()
         self.skipped += 1
         self._check()
 
@@ -126,14 +129,14 @@ def make_endpoint_worker(
     """Return a worker that has the rows of (chunk, part name) pairs asked, and yields a report for each."""
     reader, workspace = ChunkReader(settings.columns), settings.workspace
     assert workspace is not None, "a job has a workspace"
-    budget = Budget(settings.budget, settings.price, settings.endpoint.most_tokens)
+    budget = SpendingBudget(settings.budget, settings.price, settings.endpoint.most_tokens)
     asking = Asking(settings.endpoint, settings.limits, budget.may_start)
     opened: list[OpenChunk] = []
 
     names: dict[int, str] = {}
 
     def start(chunk: Chunk, attempt: Attempt) -> ReadRows | None:
-        if budget.closed:
+        if budget.reached is not None:
             return None
         table, unreadable = read_chunk(reader, chunk, attempt)
         asked, errors = read_rows(table, unreadable, settings)
@@ -152,25 +155,11 @@ def make_endpoint_worker(
         return ReadRows(table, errors, found)
 
     def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
-        rows = one.read
-        if rows is None:
-            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows)
-        rows.open.wait(one.attempt)
-        opened.remove(rows.open)
-        spent = spent_on(rows.open.answers.values(), settings.price)
-        if rows.open.skipped:
-            rows.open.journal.close()
-            return UnfinishedChunk(spent=spent, left=rows.open.skipped)
-        answers = [rows.open.answers.get(row) for row in range(one.chunk.rows)]
-        made = answer_columns(settings, answers, rows.errors)
-        keys = [] if settings.key is not None else [("row_id", row_ids(one.chunk))]
-        kept = [(name, rows.table[name]) for name in settings.keep]
-        columns = dict([*keys, *kept, *((name, made[name]) for name in made.column_names)])
-        part = workspace.parts.write(one.name, pa.table(columns), chunk=one.chunk.index)
-        rows.open.journal.remove()
-        return AskedChunk(
-            part=part, examples=examples_of(one.chunk, made["error"]), written=spent.generated_tokens, spent=spent
-        )
+        if one.read is None:
+            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows, reached=str(budget.reached))
+        one.read.open.wait(one.attempt)
+        opened.remove(one.read.open)
+        return written(one, one.read, settings, str(budget.reached))
 
     def lost(part: Part) -> AskedChunk:
         return AskedChunk(part=part)
@@ -186,12 +175,30 @@ def make_endpoint_worker(
         try:
             yield from work(_noted(items, names))
         except BaseException:
+            asking.close()  # nothing is appended to a journal that is closed
             for one in opened:
                 with suppress(StorageError):  # the first error is the cause
                     one.journal.close()
             raise
 
     return worker
+
+
+def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached: str) -> AskedChunk | UnfinishedChunk:
+    """Write the part of a chunk whose requests have ended, unless rows are left because a limit was `reached`."""
+    assert settings.workspace is not None, "a job has a workspace"
+    spent = spent_on(rows.open.answers.values(), settings.price)
+    if rows.open.skipped:
+        rows.open.journal.close()
+        return UnfinishedChunk(spent=spent, left=rows.open.skipped, reached=reached)
+    made = answer_columns(settings, [rows.open.answers.get(row) for row in range(one.chunk.rows)], rows.errors)
+    columns = {"row_id": row_ids(one.chunk)} if settings.key is None else {}
+    columns |= {name: rows.table[name] for name in settings.keep}
+    output = pa.table({**columns, **{name: made[name] for name in made.column_names}})
+    part = settings.workspace.parts.write(one.name, output, chunk=one.chunk.index)
+    rows.open.journal.remove()
+    examples = examples_of(one.chunk, made["error"])
+    return AskedChunk(part=part, examples=examples, written=spent.generated_tokens, spent=spent)
 
 
 def _begun(journal: Journal, row: int, before: bytes, batch: str) -> None:
