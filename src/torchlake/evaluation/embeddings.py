@@ -7,7 +7,8 @@ Every second text of the table is a candidate for every first one: N x N product
 of all rows in memory (3 kB a row of 384 numbers). `limit` or `sample` bounds both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 
 from torchlake.config.task_spec import as_columns
 from torchlake.errors import DataError, UsageError
+from torchlake.evaluation.sections.rows import stored_name
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.outputs.staging.spool import spooled
 from torchlake.tables.failures import count_reasons
@@ -34,10 +36,37 @@ Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPairs:
+    """The vectors of a table of pairs, and how well they follow what is wanted."""
+
+    rows: int
+    errors: dict[str, int]
+    "Failed rows by reason."
+    metrics: dict[str, Metric]
+    scored: pa.Table
+    "All rows: `row_id` or the key, the columns asked for, and `truncated` and `error` of either text."
+    usable: np.ndarray
+    "Which rows have two vectors, (rows,) bool."
+    vectors: np.ndarray
+    "(N, 2, D) of the usable rows."
+    targets: np.ndarray | None
+    "(N,) the similarities wanted."
+
+
 def measure_pairs(
-    predict: Predict, table: Any, folder: Path, *, text: Any, text_pair: Any, label: str | None, read: Mapping[str, Any]
-) -> tuple[int, dict[str, int], dict[str, Metric]]:
-    """Return the rows of a table of pairs, the failed ones by reason, and the metrics of the others.
+    predict: Predict,
+    table: Any,
+    folder: Path,
+    *,
+    text: Any,
+    text_pair: Any,
+    label: str | None,
+    read: Mapping[str, Any],
+    keep: Sequence[str] | None = None,
+    key: str | None = None,
+) -> MeasuredPairs:
+    """Measure the pairs of a table; with `keep`, of a report, these columns and the key are kept.
 
     Scores each text of a stored table into `folder`. Raises UsageError without `text_pair`, DataError for a table
     without a usable row or with labels that are not numbers, and the errors of `predict`.
@@ -48,25 +77,29 @@ def measure_pairs(
             "Embeddings are measured on pairs of texts that belong together: name the column of the second text with "
             "text_pair (--text-pair)."
         )
-    keep = [] if label is None else [label]
-    if is_frame(table):
+    wanted = list(dict.fromkeys([*([] if label is None else [label]), *(keep or ())]))
+    if is_frame(table) and keep is None:
         frame = to_arrow(table)
-        for name in (*as_columns(text), *as_columns(text_pair), *keep):
+        for name in (*as_columns(text), *as_columns(text_pair), *wanted):
             if name not in frame.column_names:
                 raise missing_column("the frame", name, frame.schema)
         scored = [predict(frame.select(as_columns(column)), text=column) for column in (text, text_pair)]
-        scored = [each.append_column(name, frame[name]) for each in scored for name in keep] if keep else scored
+        for name in wanted:
+            scored = [each.append_column(name, frame[name]) for each in scored]
     else:
         scored = []
-        with spooled(table, folder) as stored:
+        with spooled(table, folder / "first") as stored:
             for place, column in (("first", text), ("second", text_pair)):
-                predict(stored, folder / place, text=column, columns=keep, **read)
-                files = committed_files(folder / place)
-                tables = [pq.read_table(file, columns=[VECTOR, "error", *keep]) for file in files]
+                predict(stored, folder / place, text=column, columns=wanted, key=key, **read)
+                tables = [pq.read_table(file) for file in committed_files(folder / place)]
                 if not tables:
                     raise DataError("the table has no rows to evaluate on")
                 scored.append(pa.concat_tables(tables))
-    first, second = scored
+    return _measured(*scored, label)
+
+
+def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredPairs:
+    """Return the measures of a table whose first and second texts are scored."""
     if len(first) != len(second):
         raise DataError(f"the table had {len(first):,} rows, then {len(second):,}: it changed while it was evaluated")
     reasons = pc.coalesce(first["error"].combine_chunks(), second["error"].combine_chunks())
@@ -77,9 +110,57 @@ def measure_pairs(
     usable = reasons.is_null()
     if not usable.true_count:
         raise DataError(f"no row of {len(first):,} can be measured: {errors or 'the table is empty'}")
-    vectors = np.stack([_vectors(each[VECTOR].filter(usable)) for each in scored], axis=1)
-    wanted = None if numbers is None else numbers[usable.to_numpy(zero_copy_only=False)]
-    return len(first), errors, metrics_of(vectors, wanted)
+    vectors = np.stack([_vectors(each[VECTOR].filter(usable)) for each in (first, second)], axis=1)
+    mask = np.asarray(usable.to_numpy(zero_copy_only=False))
+    targets = None if numbers is None else numbers[mask]
+    cut = pc.or_(first["truncated"].combine_chunks(), second["truncated"].combine_chunks())
+    rows = first.drop_columns([VECTOR, "truncated", "error"]).append_column("truncated", cut)
+    return MeasuredPairs(
+        rows=len(first),
+        errors=errors,
+        metrics=metrics_of(vectors, targets),
+        scored=rows.append_column("error", reasons),
+        usable=mask,
+        vectors=vectors,
+        targets=targets,
+    )
+
+
+def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None) -> pa.Table:
+    """Return the rows of rows.parquet: `score` is the cosine. Without a label `rank` is that of the second text among
+    all, `prediction` the nearest one; with a label, `prediction` is the straight line through the cosines.
+    """
+    cosines = _contrastive.cosines(found.vectors).astype(np.float64)
+    place = np.full(found.rows, -1, dtype=np.int64)
+    place[found.usable] = np.arange(len(cosines))
+    places = pa.array(place, mask=place < 0)
+    rank: pa.Array = pa.nulls(found.rows, pa.int64())
+    if found.targets is not None:
+        from scipy.stats import linregress
+
+        line = linregress(cosines, found.targets)
+        said = pa.array(line.intercept + line.slope * cosines)
+        loss, right = np.abs(found.targets - said.to_numpy()), pa.nulls(found.rows, pa.bool_())
+    else:
+        ranks, nearest = _contrastive.ranks(found.vectors)
+        texts = found.scored[second].filter(pa.array(found.usable)).combine_chunks()
+        said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), pa.array(ranks).take(places)
+        right = pa.array(ranks == 1).take(places)
+    fixed = {
+        key: found.scored[key],
+        "label": found.scored[label].cast(pa.float64()) if label else pa.nulls(found.rows, pa.float64()),
+        "prediction": said.take(places),
+        "score": pa.array(cosines).take(places),
+        "probability": pa.nulls(found.rows, pa.float64()),
+        "loss": pa.array(loss).take(places),
+        "right": right,
+        "tokens": pa.nulls(found.rows, pa.int32()),
+        "truncated": found.scored["truncated"],
+        "error": found.scored["error"],
+        "rank": rank,
+    }
+    names = [name for name in found.scored.column_names if name not in (key, label, "truncated", "error")]
+    return pa.table({**fixed, **{stored_name(name): found.scored[name] for name in names}})
 
 
 def metrics_of(vectors: np.ndarray, targets: np.ndarray | None) -> dict[str, Metric]:

@@ -24,12 +24,13 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
 from torchlake.config.options import EvaluateOptions, ReadArguments
+from torchlake.config.task_spec import as_columns
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
-from torchlake.evaluation.embeddings import measure_pairs
+from torchlake.evaluation.embeddings import measure_pairs, pair_rows
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
 from torchlake.evaluation.report import (
@@ -43,7 +44,7 @@ from torchlake.evaluation.report import (
 )
 from torchlake.evaluation.sections.hints import KINDS, hints_of, refuse_trained
 from torchlake.evaluation.sections.rows import FILE as ROWS
-from torchlake.evaluation.sections.rows import RowColumns, kind_of, scored_parts, stored_name, write_rows
+from torchlake.evaluation.sections.rows import RowColumns, kind_of, scored_parts, stored_name, write_rows, write_table
 from torchlake.evaluation.writing import estimator
 from torchlake.jobs.options import refuse_unknown
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
@@ -309,14 +310,30 @@ def _described(job: _Measuring, spec: TaskSpec, found: Evaluation, request: Repo
 def _of_vectors(
     job: _Measuring, spec: TaskSpec, columns: dict[str, Any], label: str | None, request: ReportRequest | None
 ) -> Evaluation:
+    """Measure the vectors of pairs of texts."""
     spec = with_columns(spec, job.folder, text=columns["text"], inputs=columns["inputs"])
     options = {"task": job.task, "engine": job.engine, "runtime": job.runtime, "prefix": PREFIX, "max_error_rate": 1.0}
-    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-        score, pair = partial(predicting.predict, job.model, **options), columns["text_pair"]
-        found = measure_pairs(
-            score, job.table, Path(folder), text=spec.text, text_pair=pair, label=label, read=job.read
-        )
-    return _described(job, spec, _of_pairs(*found), request)
+    score, pair = partial(predicting.predict, job.model, **options), columns["text_pair"]
+    chosen: dict[str, Any] = {"text": spec.text, "text_pair": pair, "label": label, "read": job.read}
+    if request is None:
+        with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+            found = measure_pairs(score, job.table, Path(folder), **chosen)
+        return _of_pairs(found.rows, found.errors, found.metrics)
+    if request.label_hints:
+        raise UsageError(f"label_hints: labels are judged of classes, one or several; {spec.task} predicts vectors.")
+    with evaluating(request, identity := {**job.identity(spec), "label": label}) as work:
+        second = as_columns(pair or ())
+        texts = [*as_columns(spec.text), *second]
+        found = measure_pairs(score, job.table, work, **chosen, keep=[*request.slices, *texts], key=request.key)
+        rows = pair_rows(found, key=request.key or "row_id", second=second[0], label=label)
+        names = [stored_name(name) for name in request.slices]
+        rows = rows.drop_columns([stored_name(name) for name in texts]) if request.no_texts else rows
+        atomic_io.remove([request.folder / FACTS])
+        write_table(request.folder / ROWS, rows)
+        done = _of_pairs(found.rows, found.errors, found.metrics)
+        made = {**job.made(spec), "columns": texts, **({} if label is None else {"label": label})}
+        publish(request.folder, done.to_json(), kind="vectors", identity=identity, made=made, slices=names)
+    return replace(done, report=request.folder)
 
 
 def _of_written(

@@ -14,6 +14,8 @@ from torchlake.reporting.page import Frame, Section, given, render_page
 
 CHARACTERS = 600
 "Of a text on the page; of a longer one the beginning, and the part around a span or an answer."
+CELLS = 10
+"Confusions that are listed; the others are folded."
 LISTED = (("worst", "The worst rows"), ("surest_wrong", "The surest wrong rows"), ("least_sure", "The least sure rows"))
 LOSSES = {
     "classes": "loss: the negative logarithm of the probability of the label",
@@ -22,6 +24,7 @@ LOSSES = {
     "spans": "loss: missed and spurious spans",
     "answers": "loss: 1 - F1 of words",
     "texts": "loss: 1 - F1 of words",
+    "vectors": "loss: the rank of the second text (prediction: the nearest one), or the difference from the similarity",
 }
 Rows = Mapping[int, Mapping[str, Any]]
 
@@ -54,6 +57,8 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
         ("full", "Metrics", "parts", _metrics(facts)),
         *_of_classes(facts, rows),
         *_of_numbers(found),
+        ("full", "Retrieval by rank", "grid", found.get("retrieval", [])),
+        ("full", "Cosines of pairs", "rows", found.get("cosines", {})),
         ("full", "Calibration", "parts", _calibration(found.get("calibration"))),
         ("full", "Threshold", "parts", _threshold(found.get("threshold", []))),
         ("full", "If the least sure rows go to a person", "parts", _coverage(found.get("coverage", []))),
@@ -180,7 +185,8 @@ def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) 
         }
         for pair in found["pairs"]
     ]
-    return [*parts, ("cells", cells)]
+    more = [_folded(f"{len(cells) - CELLS:,} further confusions", "cells", cells[CELLS:])] if len(cells) > CELLS else []
+    return [*parts, ("cells", cells[:CELLS]), *more]
 
 
 def _of_numbers(found: Mapping[str, Any]) -> Iterable[Section]:

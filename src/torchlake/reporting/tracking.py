@@ -1,11 +1,11 @@
 """Log a run to MLflow, Weights & Biases and TensorBoard: the job as parameters, metrics as curves, the model's hash.
 
 Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow leads
-Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow
-leads to a warning, never to a failed training. A continued run, even a finished one, adds only the missing points.
-takes several.
+to a warning, never to a failed training. A continued run, even a finished one, adds only the missing points; at the end
+follow tables and a picture of the validation rows (`sent.py`).
 """
 
+import json
 import os
 import secrets
 import threading
@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
@@ -23,6 +24,7 @@ from torchlake.config.sections.track import TrackConfig
 from torchlake.errors import Interrupted, MissingExtra, UsageError, pip_install
 from torchlake.models import folders
 from torchlake.redaction import redacted
+from torchlake.reporting.sent import Evaluated, summaries
 from torchlake.runs import metrics_log
 from torchlake.runs.follow import follow_metrics
 
@@ -68,7 +70,9 @@ def tracked(job: Job, folder: Path) -> Iterator[None]:
     metrics = folder / metrics_log.METRICS
     with ExitStack() as stack:
         if job.track.tensorboard:
-            stack.enter_context(follow_metrics(metrics, partial(_to_tensorboard, folder / EVENTS), "tensorboard"))
+            stack.enter_context(
+                follow_metrics(metrics, partial(_to_tensorboard, folder / EVENTS, lambda: status), "tensorboard")
+            )
         if job.track.mlflow is not None:
             watch = partial(_to_mlflow, job, folder, lambda: status)
             stack.enter_context(follow_metrics(metrics, watch, "mlflow"))
@@ -83,7 +87,7 @@ def tracked(job: Job, folder: Path) -> Iterator[None]:
             raise
 
 
-def _to_tensorboard(folder: Path, batches: Iterator[list[metrics_log.Line]]) -> None:
+def _to_tensorboard(folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
     """Write event files. Those of earlier attempts are replaced, because `batches` starts with the first line."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -98,6 +102,9 @@ def _to_tensorboard(folder: Path, batches: Iterator[list[metrics_log.Line]]) -> 
                 values = [Summary.Value(tag=name, simple_value=value) for name, value in _numbers(line)]
                 writer.add_event(Event(wall_time=now, step=line["step"], summary=Summary(value=values)))
             writer.flush()
+        if status() == "FINISHED":
+            for value in summaries(Evaluated.of(folder.parent)):
+                writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=[value])))
     finally:
         writer.close()
 
@@ -135,7 +142,23 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
     if status() == "FINISHED":
         client.set_tag(run_id, "torchlake.model", str((folder / "model").resolve()))
         client.set_tag(run_id, "torchlake.model_sha256", folders.model_hash(folder / "model"))
+        _send_evaluation(client, run_id, Evaluated.of(folder))
     client.set_terminated(run_id, status())
+
+
+def _send_evaluation(client: "MlflowClient", run_id: str, found: Evaluated) -> None:
+    """Send the tables in the form of `log_table`, which would need pandas, and the picture."""
+    logged = []
+    for name, (columns, rows) in found.tables.items():
+        client.log_dict(run_id, {"columns": columns, "data": rows}, f"evaluation/{name}.json")
+        logged.append({"path": f"evaluation/{name}.json", "type": "table"})
+    if logged:
+        client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps(logged))
+    if found.confusion is not None:
+        with TemporaryDirectory() as scratch:
+            picture = Path(scratch, "confusion.png")
+            picture.write_bytes(found.confusion)
+            client.log_artifact(run_id, str(picture), "evaluation")
 
 
 def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
@@ -169,8 +192,20 @@ def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterat
                 atomic_io.write_json(folder / STATE, {**_tracking_state(folder), key: sent}, site="tracking")
         if status() == "FINISHED":
             run.summary["torchlake.model_sha256"] = folders.model_hash(folder / "model")
+            found = Evaluated.of(folder)
+            tables = {name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in found.tables.items()}
+            picture = {} if found.confusion is None else {"confusion": wandb.Image(_stored(folder, found.confusion))}
+            if tables or picture:
+                run.log({f"evaluation/{name}": value for name, value in {**tables, **picture}.items()})
     finally:
         run.finish(exit_code=0 if status() == "FINISHED" else 1)
+
+
+def _stored(folder: Path, picture: bytes) -> str:
+    """Return the path of a picture for wandb, which copies the file when the run is sent."""
+    file = folder / "wandb" / "confusion.png"
+    atomic_io.write_bytes(file, picture, site="tracking.picture")
+    return str(file)
 
 
 def _tracking_state(folder: Path) -> dict[str, Any]:

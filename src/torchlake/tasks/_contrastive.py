@@ -76,6 +76,22 @@ def found_shares(vectors: np.ndarray) -> dict[str, np.ndarray]:
     return {**found, f"mrr_at_{last}": sums / equal}
 
 
+def ranks(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank of each row's second text among all, from 1, and the row of the nearest one: (N,) and (N,).
+
+    Of texts that are equally near, the row's own comes first.
+    """
+    unit = _unit(vectors)
+    found, nearest = np.zeros((2, len(unit)), dtype=np.int64)
+    for first in range(0, len(unit), ROWS_AT_ONCE):
+        rows = np.arange(first, min(first + ROWS_AT_ONCE, len(unit)))
+        similar = unit[rows, 0] @ unit[:, 1].T
+        own = similar[np.arange(len(rows)), rows][:, None]
+        found[rows] = (similar > own + CLOSE).sum(axis=1) + 1
+        nearest[rows] = np.where(found[rows] == 1, rows, similar.argmax(axis=1))
+    return found, nearest
+
+
 def similarity_metrics(similar: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """Return the correlations of similarities (N,) with numbers (N,): of their ranks, and linear; NaN if undefined."""
     from scipy import stats

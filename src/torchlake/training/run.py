@@ -133,11 +133,12 @@ def train_run(
                 "world_size": done["world_size"],
                 "stopped_by": done["stopped_by"],
             }
+            from torchlake.evaluation import held_out
+
+            held_out.write_page(folder, wanted, spec, result, engine.spread)  # before the trackers end, which send it
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
-    from torchlake.evaluation import held_out
     from torchlake.reporting import report
 
-    held_out.write_page(folder, wanted, spec, result, engine.spread)
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
 

@@ -112,6 +112,7 @@ def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(
     assert json.loads((tmp_path / "c" / "compare.json").read_text())["pairs"] == values["pairs"]
 
 
+@pytest.mark.slow
 def test_intervals_cover_at_their_rate(tmp_path: Path) -> None:
     """Of 300 pairs of samples of 300 rows, 95 % of the intervals have the true difference, within three errors."""
     generator, covered, samples = np.random.default_rng(3), 0, 300

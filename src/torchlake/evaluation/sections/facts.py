@@ -39,6 +39,8 @@ SECTIONS: Mapping[str, tuple[str, Section]] = {
     "threshold": ("classes labels", classes.threshold),
     "entities": ("spans", spans.entities),
     "answerable": ("answers", spans.answerable),
+    "retrieval": ("vectors", spans.retrieval),
+    "cosines": ("vectors", spans.cosines),
     "coverage": ("classes labels answers spans", classes.coverage),
 }
 "For each section the kinds of predictions that have it, and its function."

@@ -100,6 +100,16 @@ def write_rows(path: Path, parts: Iterator[pa.Table], columns: RowColumns, spec:
         atomic_io.remove([building])
 
 
+def write_table(path: Path, rows: pa.Table) -> None:
+    """Write rows.parquet from rows in memory, atomically."""
+    building = atomic_io.temporary_path(path)
+    try:
+        pq.write_table(rows, building, row_group_size=BATCH_ROWS, write_page_checksum=True)
+        atomic_io.move_into_place(building, path, site="evaluation.rows")
+    finally:
+        atomic_io.remove([building])
+
+
 def scored_parts(files: Sequence[Path]) -> Iterator[pa.Table]:
     """Yield the rows of committed parts, some thousands at a time."""
     for file in files:

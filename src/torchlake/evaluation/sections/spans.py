@@ -1,4 +1,4 @@
-"""Sections of spans and of answers."""
+"""Sections of spans, answers and vectors."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from torchlake.evaluation.sections.slices import interval
 
 RESAMPLES = 200
 CELL_ROWS = 10
+CUTOFFS = (1, 3, 5, 10, 20, 50)
 MISSED, SPURIOUS = "missed", "spurious"
 Span = tuple[int, int, str]
 
@@ -100,3 +101,22 @@ def answerable(rows: JudgedRows) -> list[dict[str, Any]]:
 def _has_answer(label: Mapping[str, Any]) -> bool:
     texts: str | Sequence[str] | None = label["text"]
     return bool(texts if isinstance(texts, str) else [text for text in texts or [] if text])
+
+
+def retrieval(rows: JudgedRows) -> list[dict[str, Any]]:
+    """Return recall and nDCG at each number of texts, and the mean reciprocal rank; empty for wanted similarities."""
+    if rows.table["right"].null_count:
+        return []
+    ranks = rows.numbers("loss")
+    gains = 1 / np.log2(1 + ranks)
+    return [
+        {"k": k, "recall": float((ranks <= k).mean()), "ndcg": float(np.where(ranks <= k, gains, 0).mean())}
+        | {"mrr": float(np.where(ranks <= k, 1 / ranks, 0).mean())}
+        for k in CUTOFFS
+    ]
+
+
+def cosines(rows: JudgedRows) -> dict[str, Any]:
+    """Return the quantiles of the cosines of pairs."""
+    score = rows.numbers("score")
+    return {f"{share:.0%}": float(np.quantile(score, share)) for share in (0.05, 0.25, 0.5, 0.75, 0.95)}

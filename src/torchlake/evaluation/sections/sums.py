@@ -64,6 +64,9 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[Group]:
     elif kind in ("answers", "texts"):
         yield Group(every, [np.stack([side.numbers("right")], axis=1) for side in sides], _exact)
     losses = [side.numbers("loss") for side in sides]
+    if kind == "vectors" and sides[0].right is not None:
+        yield Group(every, [np.stack([one == 1, one <= 10, 1 / one], axis=1) for one in losses], _found)
+        return
     yield Group(every, [np.stack([one, one**2], axis=1) for one in losses], FINISH_LOSS.get(kind, _loss))
 
 
@@ -135,6 +138,11 @@ def _span_metrics(sums: np.ndarray, rows: int) -> dict[str, float]:
         "recall": float(right / true) if true else 0.0,
         "f1": float(2 * right / (true + found)) if true + found else 0.0,
     }
+
+
+def _found(sums: np.ndarray, rows: int) -> dict[str, float]:
+    names = ("recall_at_1", "recall_at_10", "mrr")
+    return {name: float(one / rows) for name, one in zip(names, sums, strict=True)}
 
 
 def _exact(sums: np.ndarray, rows: int) -> dict[str, float]:
