@@ -2,7 +2,8 @@
 
     sort by length -> batches of a token budget -> forward -> original order
 
-For text generation a writer gets the rows (`jobs/worker/texts.py`), and the budget includes the tokens that may be generated.
+For text generation a writer gets the rows (`jobs/worker/texts.py`), and the budget includes the tokens that it may
+write.
 
 A row never affects another one: `jobs/worker/isolation.py` halves a batch that raises until the failing row is alone,
 and `jobs/worker/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,

@@ -33,6 +33,10 @@ class Row:
     mask: Mask | None = None
     reason: str | None = None
     "Why it has ended; None: it has not."
+    slot: int = -1
+    "Its place in a cache,"
+    filled: int = 0
+    "and how many of its tokens are there."
     drawn: np.ndarray = field(init=False)
     "(W,) float64 in (0, 1), for sampling; none at temperature 0."
 
@@ -55,6 +59,15 @@ class Row:
                 self.reason = "length"
         if self.logprobs is not None and logprob is not None and self._last != NON_FINITE:
             self.logprobs.append(logprob)
+
+    def __len__(self) -> int:
+        """Return the number of its tokens, those of the prompt included."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def known(self) -> np.ndarray:
+        """All of its tokens, (L,) int64."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
 
     @property
     def text(self) -> Text:

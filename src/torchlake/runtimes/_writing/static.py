@@ -10,6 +10,7 @@ continued: its tokens are read with the prompt, which costs about as much as one
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,23 @@ class StaticWriter:
         # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
         model.generation_config = GenerationConfig()
         self._rows: dict[int, Row] = {}
+
+    @cached_property
+    def padding_matters(self) -> bool:
+        """Whether prompts of one length only are written together."""
+        if self._apart:
+            return False
         with self._without_gradients():
-            self.padding_matters = not self._apart and _reads_padding(model, self._config(2), together=together)
+            return _reads_padding(self._model, self._config(2), together=self._together)
+
+    def check(self) -> None:
+        """Raise DataError for a model that cannot write."""
+        assert self.padding_matters in (True, False)
+
+    @property
+    def settings(self) -> set[str]:
+        """The names of the model's settings for writing."""
+        return {*self._own, *(["forced_eos_token_id"] if self._unwritten else [])}
 
     @property
     def rows(self) -> list[int]:
@@ -74,7 +90,11 @@ class StaticWriter:
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row."""
-        self._rows[row] = Row(
+        self._rows[row] = self.row_of(row, ids, options, begun)
+
+    def row_of(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text) -> Row:
+        """Return what a writer knows of a row."""
+        return Row(
             number=row,
             prompt=ids,
             options=options,
@@ -93,8 +113,12 @@ class StaticWriter:
         try:
             self._write(self._batch(), report)
         except BaseException:
-            self._rows.clear()
+            self.clear()
             raise
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
 
     def _batch(self) -> list[Row]:
         def likeness(row: Row) -> tuple[int, ...]:

@@ -1,0 +1,152 @@
+"""Keys and values of the rows that are written, in tensors that are allocated once: a slot for each row.
+
+    slots x positions, a row's first token at position 0
+    fill: some tokens of rows in slots next to each other; decode: a token of every row, each at its own position
+
+Rows that end give their slots to the last ones, so those in use are always the first. What is beyond a row's length is
+never read, but must be finite: zero times NaN is NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+@dataclass
+class Place:
+    """Where the tokens of the current forward pass go; the same for all layers."""
+
+    first: int = 0
+    count: int = 0
+    "Slots `first` to `first + count` are read and written."
+    offset: int = 0
+    "How many tokens all of them have already, when they are filled."
+    ends: torch.Tensor | None = None
+    "(count,) int64, the position of each row's only token, when they are decoded; None: they are filled."
+    width: int = 0
+    "The positions that are read."
+    slots: int = 0
+    positions: int = 0
+    "The size of the tensors."
+
+
+class SlotLayer(DynamicLayer):
+    """The slots of one layer: keys and values, (S, H, P, D) each."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate tensors like those of the first tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (self._zeros(one) for one in (key_states, value_states))
+        self.is_initialized = True
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.place.slots, like.shape[1], self.place.positions, like.shape[3])
+
+    def resize(self, used: int, width: int) -> None:
+        """Allocate the tensors again with the size of `place`; the first `used` slots keep `width` positions."""
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                setattr(self, name, new := self._zeros(old))
+                new[:used, :, :width] = old[:used, :, :width]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put in the states of new tokens, (B, H, T, D), and return those of all positions that are read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self.place
+        some = slice(place.first, place.first + place.count)
+        read = []
+        for whole, new in ((self.keys, key_states), (self.values, value_states)):
+            if place.ends is None:
+                whole[some, :, place.offset : place.width] = new
+            else:
+                at = place.ends.to(whole.device)[:, None, None, None].expand(-1, whole.shape[1], 1, whole.shape[3])
+                whole[some].scatter_(2, at, new)
+            read.append(whole[some, :, : place.width])
+        return read[0], read[1]
+
+    def get_seq_length(self) -> int:
+        """Return the position of the first new token, for the mask; which rows have fewer, the mask says itself."""
+        return self.place.offset if self.place.ends is None else self.place.width - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions are read, and the first of them."""
+        return self.place.width, 0
+
+
+class Slots:
+    """The cache of a model: `cache` is what its forward pass gets."""
+
+    def __init__(self, layers: int) -> None:
+        self._place = Place()
+        self.cache = Cache(layers=[SlotLayer(self._place) for _ in range(layers)])
+
+    @property
+    def _layers(self) -> list[Any]:
+        return self.cache.layers
+
+    def reserve(self, slots: int, positions: int, used: int, width: int) -> None:
+        """Make space for so many rows of so many positions; the first `used` slots keep `width` positions.
+
+        The tensors grow when they must, and change their shape when that is enough.
+        """
+        place = self._place
+        if slots <= place.slots and positions <= place.positions:
+            return
+        most = max(place.slots * place.positions, slots * positions)
+        place.positions, place.slots = positions, max(slots, most // positions)
+        for layer in self._layers:
+            layer.resize(used, width)
+
+    def fill(self, first: int, count: int, offset: int, tokens: int) -> None:
+        """Say that the next pass has `tokens` of the rows in the slots from `first`, after `offset` that they have."""
+        place = self._place
+        place.first, place.count, place.offset, place.ends, place.width = first, count, offset, None, offset + tokens
+
+    def decode(self, ends: torch.Tensor, width: int) -> None:
+        """Say that the next pass has a token of each row, at these positions (B,) below `width`."""
+        place = self._place
+        place.first, place.count, place.ends, place.width = 0, len(ends), ends, width
+
+    def copy(self, sources: list[int], first: int, tokens: int) -> None:
+        """Copy the first tokens of some slots to those from `first`."""
+        for layer in self._layers:
+            for whole in (layer.keys, layer.values):
+                whole[first : first + len(sources), :, :tokens] = whole[sources, :, :tokens]
+
+    def move(self, source: int, slot: int, tokens: int) -> None:
+        """Copy the first tokens of a slot to another one."""
+        for layer in self._layers:
+            for whole in (layer.keys, layer.values):
+                whole[slot, :, :tokens] = whole[source, :, :tokens]
+
+    def clean(self, slot: int) -> None:
+        """Remove what is not finite from a slot."""
+        for layer in self._layers:
+            layer.keys[slot].zero_()
+            layer.values[slot].zero_()
+
+
+def ordinary_window(model: Any) -> tuple[int, int | None]:
+    """Return the number of layers, and how many tokens back all of them look (None: to the beginning).
+
+    No layers if the model keeps anything else than keys and values of tokens, or if they depend on the longest row.
+    """
+    layers = DynamicCache(config=model.config).layers
+    turned = str(getattr(model.config, "rope_parameters", None))
+    if {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer} or any(
+        kind in turned for kind in ("dynamic", "longrope")
+    ):
+        return 0, None
+    windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    windows += [size for size in [getattr(model.config, "window_size", None)] if isinstance(size, int)]  # of GPT-Neo
+    return len(layers), min(windows, default=None)

@@ -1,0 +1,209 @@
+"""Texts with refilling: a row that has ended gives its place to another one at the next step.
+
+    add -> fill: the prompt but its last token -> decode: a token of every row -> choose -> ended rows give their slots
+
+A row's tokens are at positions of their own in its slot, so rows of any length are decoded together. Tokens that are
+known already (a prompt, what an earlier attempt has written, what a grammar forces) are filled in, all at once, without
+scores. Beginnings that rows share are computed once (`prefix.py`).
+
+For causal models whose cache holds keys and values of every token. `session_of` tries it on the model itself; other
+models are written by `static.py`, as are rows longer than a sliding window.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchlake.errors import ran_out_of_memory
+from torchlake.models.generation import NON_FINITE, GenerationOptions
+from torchlake.runtimes import EMPTY, Report, Text
+from torchlake.runtimes._writing.cache import Slots, ordinary_window
+from torchlake.runtimes._writing.choosing import choose
+from torchlake.runtimes._writing.prefix import Beginnings, leader
+from torchlake.runtimes._writing.row import Row
+from torchlake.runtimes._writing.static import AGREEMENT, StaticWriter, padded
+
+FILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+"Tokens of a pass over prompts, padding included."
+TRIED = 32
+"The most tokens of a row on which a model is tried."
+COMPUTED = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"}
+"The settings of a model's generation_config.json that change no score."
+
+
+class Session:
+    """A Writer that refills. Rows for which it is not made go to `static`, which runs when there are no others."""
+
+    refills = True
+
+    def __init__(self, model: Any, static: StaticWriter, layers: int, window: int | None) -> None:
+        self._model, self._static, self._window = model, static, window
+        self._slots, self._beginnings = Slots(layers), Beginnings()
+        self._running: list[Row] = []
+        "The row of each slot."
+        self._added: list[Row] = []
+        known = inspect.signature(model.forward).parameters
+        self._positions = "position_ids" in known
+        self._no_head = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._fill_tokens = FILL_TOKENS["cpu" if model.device.type == "cpu" else "cuda"]
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows that have not ended."""
+        return [*(row.number for row in (*self._running, *self._added)), *self._static.rows]
+
+    def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
+        """Take a row."""
+        if self._window is not None and len(ids) + options.max_new_tokens > self._window:
+            self._static.add(row, ids, options, begun)
+        else:
+            self._added.append(self._static.row_of(row, ids, options, begun))
+
+    def text(self, row: int) -> Text:
+        """Return what is written of a row that has not ended."""
+        for one in (*self._running, *self._added):
+            if one.number == row:
+                return one.text
+        return self._static.text(row)
+
+    def step(self, report: Report) -> None:
+        """Write a token of every row."""
+        try:
+            if not self._running and not self._added:
+                self._static.step(report)
+                return
+            with torch.inference_mode():
+                done = self._admit()
+                for row in self._running:
+                    self._fill_known(row)
+                if self._running:
+                    for row, token in zip(self._running, choose(self.scores(), self._running).tolist(), strict=True):
+                        row.take(token)
+                done += self._release()
+            report([row.ended for row in done])
+        except BaseException:
+            self._running, self._added, self._beginnings = [], [], Beginnings()
+            self._slots = Slots(len(self._slots.cache))  # after a lack of memory, not even the cache is kept
+            self._static.clear()
+            raise
+
+    def _admit(self) -> list[Row]:
+        """Give the new rows slots, and fill them with all tokens but the last. Returns those that have ended before."""
+        ended = [row for row in self._added if row.reason is not None]
+        rows = sorted((row for row in self._added if row.reason is None), key=len, reverse=True)
+        self._added = []
+        if rows:
+            longest = max(len(row.prompt) + row.limit for row in (*rows, *self._running))
+            used = len(self._running)
+            width = max((row.filled for row in self._running), default=0)
+            self._slots.reserve(used + len(rows), longest, used, width)
+        while rows:
+            found = {row.number: self._beginnings.find(row.prompt) for row in rows}
+            alike, first = leader(rows)
+            if first is not None and alike > found[first.number][0]:
+                some = [first]  # the others copy from it
+            else:
+                width = found[rows[0].number][0]
+                most = max(1, self._fill_tokens // max(1, len(rows[0]) - width))
+                some = [row for row in rows if found[row.number][0] == width][:most]
+            self._enter(some, [found[row.number] for row in some])
+            entered = {row.number for row in some}
+            rows = [row for row in rows if row.number not in entered]
+        return ended
+
+    def _enter(self, rows: Sequence[Row], found: Sequence[tuple[int, Row | None]]) -> None:
+        """Put rows into the next slots; each shares as many first tokens with the row that was found for it."""
+        slot, offset = len(self._running), found[0][0]
+        if offset:
+            self._slots.copy([source.slot for _, source in found if source is not None], slot, offset)
+        self._fill(slot, [row.known[offset:-1] for row in rows], offset)
+        for row in rows:
+            row.slot, row.filled = len(self._running), len(row) - 1
+            self._running.append(row)
+            self._beginnings.add(row)
+
+    def _fill_known(self, row: Row) -> None:
+        """Fill in the tokens that a row got without a pass, but for the last one, whose scores are wanted."""
+        if len(row) - row.filled > 1:
+            self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
+            row.filled = len(row) - 1
+
+    def _fill(self, slot: int, tokens: Sequence[np.ndarray], offset: int) -> None:
+        """Compute keys and values of tokens in the slots from `slot`, which have `offset` tokens already."""
+        ids, _ = padded(tokens, 0, left=False)
+        if ids.shape[1]:
+            self._slots.fill(slot, len(ids), offset, ids.shape[1])
+            self._forward(ids, np.tile(np.arange(offset, offset + ids.shape[1]), (len(ids), 1)), **self._no_head)
+
+    def scores(self) -> torch.Tensor:
+        """Return the scores (B, V) of every row's next token, from its last one."""
+        filled = np.array([row.filled for row in self._running], np.int64)
+        width = int(filled.max()) + 1
+        mask = torch.from_numpy(np.arange(width) <= filled[:, None]).to(self._model.device, torch.int64)
+        ids = np.array([[(row.tokens or row.prompt)[-1]] for row in self._running], np.int64)
+        self._slots.decode(torch.from_numpy(filled).to(self._model.device), width)
+        out = self._forward(ids, filled[:, None], attention_mask=mask)
+        for row in self._running:
+            row.filled += 1
+        return out[:, -1]
+
+    def _forward(self, ids: np.ndarray, positions: np.ndarray, **given: Any) -> torch.Tensor:
+        device = self._model.device
+        own = {"position_ids": torch.from_numpy(positions).to(device)} if self._positions else {}
+        cache = {"past_key_values": self._slots.cache, "use_cache": True}
+        scores: torch.Tensor = self._model(torch.from_numpy(ids).to(device), **own, **cache, **given).logits
+        return scores
+
+    def _release(self) -> list[Row]:
+        """Take out the rows that have ended, and return them. The last ones get their slots."""
+        done = [row for row in reversed(self._running) if row.reason is not None]
+        for row in done:
+            self._beginnings.remove(row)
+            if row.text.tokens[-1:].tolist() == [NON_FINITE]:
+                self._slots.clean(row.slot)
+            last = self._running.pop()
+            if last is not row:
+                self._slots.move(last.slot, row.slot, last.filled)
+                last.slot = row.slot
+                self._running[row.slot] = last
+        return done
+
+
+def session_of(model: Any, static: StaticWriter) -> Session | None:
+    """Return a session for the model if its scores there are those of each row alone, else None."""
+    if model.config.is_encoder_decoder or static.settings - COMPUTED:
+        return None
+    try:
+        layers, window = ordinary_window(model)
+        fits = layers and (window is None or window >= TRIED) and _agrees(Session(model, static, layers, window), model)
+        return Session(model, static, layers, window) if fits else None
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        if ran_out_of_memory(error):
+            raise
+        return None
+
+
+@torch.inference_mode()
+def _agrees(session: Session, model: Any) -> bool:
+    """Return whether rows of several lengths, one that shares a beginning, and one that follows another have the
+    scores that they have alone."""
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens = (np.arange(3, TRIED) * 7 % size).astype(np.int64)
+    prompts = [tokens[:20], tokens[:5], np.append(tokens[:17], tokens[2]), tokens[3:9]]
+    options = GenerationOptions(max_new_tokens=TRIED - 20)
+    for added, ended in (([0, 1], []), ([2], [1]), ([3], [0]), ([], [])):
+        for number in added:
+            session.add(number, prompts[number], options)
+        session._admit()
+        rows, scores = session._running, session.scores()
+        for row, found in zip(rows, scores, strict=True):
+            alone = model(torch.from_numpy(row.known)[None].to(model.device)).logits[0, -1].float()
+            if not (alone - found).abs().max() <= AGREEMENT[model.dtype] * max(1.0, float(alone.abs().max())):
+                return False
+            row.tokens.append(int(alone.argmax()))
+            row.reason = "length" if row.number in ended else None
+        session._release()
+    return True
