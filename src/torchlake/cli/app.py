@@ -116,8 +116,10 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     "predict runs/reviews/model reviews.parquet scored/",
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
-    "partition_by add_columns target_file_size task task_options runtime runtime_python engine processes gpus_per_process set "
-    "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop seed chat profile",
+    "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
+    "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop json_schema "
+    "json_columns regex choices grammar seed chat profile "
+    "runtime_python",
     o.PredictFlags,
 )
 def predict(

@@ -288,10 +288,14 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
     if "inputs" in given:
         named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
         given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
-    given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
+    given |= {
+        name: _one_or_all(given[name])
+        for name in ("text", "text_pair", "json_schema")
+        if isinstance(given.get(name), list)
+    }
     if "task_options" in given:
         given["task_options"] = dict(_task_option(text) for text in given["task_options"])
-    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    lists = {"columns", "partition_by", "runtimes", "choices"} & given.keys()  # written "a, b", or each by itself
     return Given(given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists})
 
 

@@ -1,7 +1,8 @@
 """The options of text generation, what a model's folder says about it, and the encoding of answers.
 
     answers (B, W) int32    token ids of each row; END where the model ended its answer, NOTHING after an answer;
-                            NON_FINITE in the whole row if the model gave NaN or infinity
+                            NON_FINITE in the whole row if the model gave NaN or infinity; STUCK where a grammar
+                            allows no token
 
 Runtimes return answers, and the task decodes them. Both search for stop strings in the text of `decoded`, so the text
 is cut where generation stopped.
@@ -9,7 +10,7 @@ is cut where generation stopped.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import in_words, load_config
+from torchlake.models.structured.structure import OPTIONS, Structure, read_structure
+from torchlake.models.structured.tokens import check_structure
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.models.write import quiet
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOTHING, END, NON_FINITE = -1, -2, -3
+NOTHING, END, NON_FINITE, STUCK = -1, -2, -3, -4
 CONFIG = "generation_config.json"
 LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
 "The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
@@ -53,6 +56,8 @@ class GenerationOptions:
     "The seed that, with the row's text, determines the sampled tokens."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
+    structure: Structure | None = None
+    "What the text has to fit."
 
 
 def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOptions | None:
@@ -67,7 +72,11 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
         return None
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
-    options = GenerationOptions(**given)
+    structure = read_structure(given)
+    given = {name: value for name, value in given.items() if name not in OPTIONS}
+    if structure is not None and "stop" in given:
+        raise UsageError(f"stop: {structure.kind} decides where a text ends. Leave one of them out.")
+    options = GenerationOptions(**given, structure=structure)
     drawing = [name for name in ("top_k", "top_p", "seed") if name in given]
     if options.temperature == 0 and drawing:
         raise UsageError(
@@ -86,7 +95,7 @@ def _check(options: GenerationOptions) -> None:
         "stop": not all(options.stop) and "must not contain an empty string",
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
     }
-    assert wrong.keys() | {"chat", "language"} == {field.name for field in fields(options)}
+    assert wrong.keys() | {"chat", "language", "structure"} == {field.name for field in fields(options)}
     for name, problem in wrong.items():
         if problem:
             raise UsageError(f"{name} {problem}; {getattr(options, name)!r} was given.")
@@ -119,11 +128,21 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
+
+
 def check_settings(folder: Path, options: GenerationOptions) -> None:
     """Raise the errors of `settings_of` and `language_token`; log the settings that the job's options replace."""
-    settings_of(folder)
+    own = settings_of(folder)
     if options.language is not None:
         language_token(folder, options.language)
+    if options.structure is not None:
+        check_structure(
+            options.structure, folder, ends=end_tokens(own, load_tokenizer(folder)), new_tokens=options.max_new_tokens
+        )
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))
@@ -142,9 +161,13 @@ def language_token(folder: Path, language: str) -> int:
     return names[language.strip("_")]
 
 
-def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]") -> str:
-    """Return the text of one row's tokens, without special tokens."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, exact: bool = False) -> str:
+    """Return the text of one row's tokens, without special tokens.
+
+    `exact`: as the tokens spell it; some tokenizers remove the space before punctuation.
+    """
+    changes = {"clean_up_tokenization_spaces": False} if exact else {}
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True, **changes)
     return text
 
 

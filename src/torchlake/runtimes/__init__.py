@@ -100,8 +100,8 @@ class Writer(Protocol):
 
     refills: bool
     "Whether rows may be added while others are written; else only to an empty writer."
-    # A writer may also have `elsewhere = True`: its rows are in another process. It finds those that kill it itself, and
-    # takes as many rows as it is given.
+    # A writer may also have `elsewhere = True`: its rows are in another process. It finds by itself those that kill
+    # that process, and takes as many rows as it gets.
 
     @property
     def rows(self) -> Sequence[int]:

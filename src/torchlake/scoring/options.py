@@ -24,6 +24,7 @@ from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
 from torchlake.models.load import EMBEDS, load_spec
+from torchlake.models.structured.structure import OPTIONS
 from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
@@ -73,6 +74,7 @@ def split_options(
     check_options(given)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0] |= {"task"}
+    names[1] |= set(OPTIONS)
     scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
@@ -418,8 +420,9 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
-    """Return the options; without a language they are those of versions that did not have it."""
-    return {name: value for name, value in asdict(options).items() if name != "language" or value is not None}
+    """Return the options; without those that came later they are the options of versions that did not have these."""
+    later = ("language", "structure")
+    return {name: value for name, value in asdict(options).items() if name not in later or value is not None}
 
 
 def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:

@@ -105,6 +105,7 @@ class ScoringSettings:
         return ColumnOptions(
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
+            structure=None if self.generation is None else self.generation.structure,
             embedding=self.embedding,
             ranges=self.ranges,
         )
