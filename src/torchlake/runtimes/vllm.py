@@ -20,7 +20,7 @@ from torchlake import atomic_io
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.adapters import base as adapters
-from torchlake.models.config import embeddings, load_config, positions
+from torchlake.models.config import embeddings, positions
 from torchlake.models.generation import CONFIG, GenerationOptions, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import ForeignPython, Forward, Writer

@@ -325,9 +325,12 @@ def with_versions(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
 
     On a cluster a worker finds them. Raises UsageError.
     """
-    if not has_own_python(settings.runtime):
+    module: Any = plugins.load("runtimes", settings.runtime) if has_own_python(settings.runtime) else None
+    if module is None:
         foreign_python(settings)
         return settings
+    if settings.generation is not None and (reason := module.cannot_write(settings.generation)):
+        raise UsageError(f"The runtime {settings.runtime!r}: {reason}.")
     worker = partial(make_versions_worker, settings)
     if isinstance(engine, Local):
         (versions,) = worker()(iter([settings.runtime]))

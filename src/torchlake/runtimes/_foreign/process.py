@@ -55,8 +55,7 @@ def checked_versions(python: str, server: Path, *, imported: bool = False) -> di
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=CHECK_S,
             env=child_environment(QUIET),
             check=False,
@@ -78,9 +77,7 @@ def check_protocol(found: Any, where: str) -> None:
     ours = protocol.VERSION
     if found != ours:
         older = "the engine's server" if not isinstance(found, int) or found < ours else "torchlake"
-        raise UsageError(
-            f"{where}: it speaks version {found} of the protocol, torchlake speaks {ours}. Update {older}."
-        )
+        raise UsageError(f"{where}: it speaks protocol {found}, and torchlake speaks protocol {ours}. Update {older}.")
 
 
 def last_lines(content: bytes) -> str:
@@ -142,14 +139,16 @@ class EngineProcess:
         self.code = self._process.wait()
 
     def _watch(self, sign: str) -> None:
-        assert self._process is not None and self._watchdog.stdin is not None
+        assert self._process is not None
+        assert self._watchdog.stdin is not None
         with suppress(OSError):  # without the watchdog there is still PR_SET_PDEATHSIG
             self._watchdog.stdin.write(f"{sign}{self._process.pid}\n".encode())
             self._watchdog.stdin.flush()
 
     def _log(self) -> None:
         """Pass on what the process prints, and keep the end of it."""
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         stream = self._process.stdout
         while content := stream.read1(1 << 16):  # type: ignore[attr-defined]
             self._tail = (self._tail + content)[-TAIL_BYTES:]

@@ -16,8 +16,8 @@ and from it
     failed    row, reason
     pong      open: the number of rows
 
-A server is `serve` of this file with an engine. It reads and writes inherited pipes, whose numbers are its arguments, so
-that what an engine prints does no harm.
+A server is `serve` of this file with an engine. It reads and writes inherited pipes, whose numbers are its arguments,
+so that what an engine prints does no harm.
 """
 
 import array

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _spec = importlib.util.spec_from_file_location("torchlake_protocol", Path(__file__).with_name("protocol.py"))
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 protocol = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(protocol)
 
