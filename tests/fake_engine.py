@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,9 +58,12 @@ class Echo:
             os._exit(3)
         if self.fault == "refuse":
             raise ValueError("a model of this kind is not known")
+        if setting("CHILD"):
+            subprocess.Popen(["sleep", "600"])
         if setting("STARTS"):
             with open(setting("STARTS"), "a") as file:
                 file.write(f"{os.getpid()} {hello['length']}\n")
+        self.token_s = float(setting("TOKEN_US", "0")) / 1e6
         self.versions, self.limits = versions(False), {"open": int(setting("OPEN", "8"))}
 
     @property
@@ -104,6 +108,10 @@ class Echo:
         end, most = options["stop_token_ids"][0], options["max_tokens"]
         tokens = [one for one in ids[::-1] if one != end][:most]
         tokens += [end] if len(tokens) < most else []
+        if self.token_s:
+            until = time.perf_counter() + self.token_s * len(tokens)
+            while time.perf_counter() < until:
+                pass
         probabilities = [-0.5] * len(tokens) if "logprobs" in options else []
         return row, "end" if tokens[-1] == end else "length", tokens, probabilities
 

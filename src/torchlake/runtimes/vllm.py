@@ -10,13 +10,13 @@ set: a job that is resumed keeps the texts that it has. Seeds are of each row.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.adapters import base as adapters
@@ -28,7 +28,8 @@ from torchlake.runtimes._foreign import process
 
 TOLERANCE = 0.05
 tasks: tuple[str, ...] | None = ("text_generation",)
-never: dict[str, str] = {"text2text_generation": "it has no encoder-decoders"}
+never: dict[str, str] = {name: "vLLM writes texts" for name in plugins.names("tasks") if name != "text_generation"}
+never["text2text_generation"] = "vLLM has no encoder-decoders"
 TOKEN_TYPES = False
 PYTHON = "TORCHLAKE_RUNTIME_PYTHON_VLLM"
 SERVER = Path(__file__).parent / "_foreign" / "vllm_server.py"
@@ -55,6 +56,9 @@ KINDS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 def refusal(folder: Path) -> str | None:
     """Return why vLLM cannot run the model, or None; whether it is installed is seen with an interpreter."""
+    kinds = atomic_io.read_json(folder / "config.json").get("architectures") or []
+    if not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        return f"vLLM writes texts by causal language models, and this is {', '.join(kinds) or 'of an unknown kind'}"
     file = next((folder / name for name in (CONFIG, "config.json") if (folder / name).is_file()), None)
     values = {} if file is None else atomic_io.read_json(file)
     changed = sorted(name for name in CHANGED if values.get(name) not in (None, []))
@@ -118,7 +122,7 @@ def open_writer(
         )
     own, tokenizer = settings_of(folder), load_tokenizer(folder)
     named = own.get("eos_token_id", tokenizer.eos_token_id)
-    ends = named if isinstance(named, list) else [named]
+    ends = tuple(named) if isinstance(named, list) else (named,)
     vocabulary = embeddings(folder)
     assert vocabulary is not None, "a language model has embeddings"
     model = EngineModel(
@@ -151,14 +155,19 @@ def _rank(config: Mapping[str, Any]) -> int:
     return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
 
 
-def sampling(ends: list[int], prompt: np.ndarray, options: GenerationOptions) -> dict[str, Any]:
+def sampling(ends: tuple[int, ...], prompt: np.ndarray, options: GenerationOptions) -> dict[str, Any]:
     """Return the SamplingParams of a row: the options that are not as by default, its ends, and its seed."""
+    made = _sampling(ends, options)
+    return {**made, "seed": seed_of(prompt, options.seed)} if options.temperature > 0 else made
+
+
+@lru_cache(maxsize=256)
+def _sampling(ends: tuple[int, ...], options: GenerationOptions) -> dict[str, Any]:
+    """Return what rows with these options have in common."""
     given, plain = asdict(options), asdict(GenerationOptions())
     made = {NAMES[name]: value for name, value in given.items() if name in NAMES and value != plain[name]}
     made["max_tokens"], made["temperature"] = options.max_new_tokens, options.temperature
     made["stop_token_ids"] = [*ends, *given.get("stop_token_ids", ())]
-    if options.temperature > 0:
-        made["seed"] = seed_of(prompt, options.seed)
     if given.get("logprobs"):
         made["logprobs"] = 0
     structure = getattr(options, "structure", None)

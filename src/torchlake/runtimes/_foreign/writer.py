@@ -219,8 +219,8 @@ class ForeignWriter:
         if reason not in ("end", "stop", "length"):
             raise protocol.BrokenFrame(f"an answer that ended for the reason {reason!r}")
         if reason == "end":
-            ends = {*self._model.ends, *getattr(one.options, "stop_token_ids", ())}
-            if not len(tokens) or int(tokens[-1]) not in ends:
+            more = getattr(one.options, "stop_token_ids", ())
+            if not len(tokens) or not (tokens[-1] in self._model.ends or tokens[-1] in more):
                 raise protocol.BrokenFrame("an answer that ended at a token that is not an end")
             tokens = np.append(tokens[:-1], np.int32(END))
         if not getattr(one.options, "logprobs", None):
