@@ -61,7 +61,7 @@ def _command(
         options = o.parameters(f"{names} json quiet verbose", own)
         command.__signature__ = signature.replace(parameters=[*arguments.values(), *options])  # type: ignore[attr-defined]
         text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
-        app.command(declared.__name__, cls=Command, help=text, **about)(command)
+        app.command(about.pop("name", declared.__name__), cls=Command, help=text, **about)(command)
 
     return register
 
@@ -238,10 +238,19 @@ def schema() -> Work:
     return commands.schema
 
 
-@_command("doctor")
-def doctor() -> Work:
+@_command("doctor", "runtime runtime_python", o.DoctorFlags)
+def doctor(given: Given) -> Work:
     """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems."""
-    return commands.doctor
+    return lambda: commands.doctor(given["runtime"], given["runtime_python"])
+
+
+@_command("runtime-env vllm requirements-vllm.txt", name="runtime-env")
+def runtime_env(
+    runtime: Annotated[str, typer.Argument(metavar="RUNTIME", help="Runtime with an interpreter of its own: vllm.")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Requirements file to write.")],
+) -> Work:
+    """Write the requirements of a runtime's own environment. Prints the commands that install it."""
+    return lambda: commands.runtime_env(runtime, path)
 
 
 @_command("demo", "folder rows task", o.DemoFlags)
