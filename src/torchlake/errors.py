@@ -20,6 +20,7 @@
     ├── UnsafeError                77  refused: loading the input could run code
     ├── MissingExtra               64  an optional library is not installed
     ├── RankFailed                 70  a process of a launched group failed
+    ├── EngineFailed               70  an engine in an interpreter of its own does not start, or breaks the protocol
     ├── OutOfMemory                70  a rank ran out of memory; smaller micro-batches are tried next
     ├── RowErrors                  70  rows of a batch cannot be used; scoring makes error rows of them
     └── Interrupted            130/143  stopped by SIGINT or SIGTERM, after saving
@@ -143,6 +144,10 @@ class RankFailed(TorchlakeError):
         self.rank = rank
         self.traceback = traceback
         self.signal = signal
+
+
+class EngineFailed(TorchlakeError):
+    """An engine in an interpreter of its own did not start several times, or broke the protocol."""
 
 
 class OutOfMemory(TorchlakeError):

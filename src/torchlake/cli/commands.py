@@ -449,8 +449,15 @@ def report(run: str, *, watch: bool = False, serve: bool = False, port: int | No
     return Outcome(values={"report": path}, lines=[str(path)])
 
 
-def doctor() -> Outcome:
-    """Show what this machine can run; the exit status is not 0 if torchlake cannot run on it."""
+def doctor(runtime: str | None, python: str | None) -> Outcome:
+    """Show what this machine can run; the exit status is not 0 if torchlake cannot run on it.
+
+    `runtime` runs under the interpreter `python`, which is started.
+    """
+    from torchlake.cli.runtime_env import check_runtime
+
+    if versions := check_runtime(runtime, python):
+        return Outcome(values={"runtime": runtime, **versions}, lines=fact_lines(versions))
     from torchlake.reporting.doctor import doctor
 
     found = doctor()
@@ -459,6 +466,13 @@ def doctor() -> Outcome:
         lines += [section, *(f"  {line}" for line in fact_lines(facts)), ""]
     lines += [f"problem: {problem}" for problem in found.problems] or ["No problems found."]
     return Outcome(values=plain(found), lines=lines, exit_code=TorchlakeError.exit_code if found.broken else 0)
+
+
+def runtime_env(runtime: str, path: str) -> Outcome:
+    """Write the requirements of a runtime."""
+    from torchlake.cli.runtime_env import runtime_env
+
+    return runtime_env(runtime, path)
 
 
 def version() -> Outcome:

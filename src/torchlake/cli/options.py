@@ -201,6 +201,12 @@ class LaunchFlags:
     gpus_per_process: Annotated[int, _execution("N", "GPUs of each rank (default: 0).", min=0)]
 
 
+class DoctorFlags:
+    """Options of `doctor`."""
+
+    runtime: Annotated[str, _execution("NAME", "Check a runtime that has a Python of its own: vllm.")]
+
+
 class ExportFlags:
     """Options of `export`."""
 

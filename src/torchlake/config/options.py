@@ -264,6 +264,9 @@ class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointA
         _execution("N", "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).", min=1),
     ]
     explode: Annotated[bool, _text(None, "With --n: a row for each answer, its number in the column sample.")]
+    runtime_python: Annotated[
+        str, _execution("PATH", "Python that has the runtime, if it needs one of its own, such as vllm.")
+    ]
     chat: Annotated[bool, _text(None, "Texts are conversations: JSON lists of {role, content}.")]
 
 

@@ -83,13 +83,7 @@ class Children:
         self._closed = False
 
     def __enter__(self) -> Self:
-        self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(self._grace_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that a signal to the parent's group does not reach it
-        )
+        self._watchdog = start_watchdog(self._grace_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -97,7 +91,7 @@ class Children:
             self._closed = True
             for child in self._children:
                 if child.running:
-                    _kill_group(child.pid)
+                    kill_group(child.pid)
         for child in self._children:
             for thread in child.threads:
                 thread.join(_JOIN_S)
@@ -169,7 +163,7 @@ class Children:
         # Its descendants (data loaders, programs that the user's code started) may still run and hold memory or GPUs.
         with self._lock:
             child.running = False
-            _kill_group(child.pid)
+            kill_group(child.pid)
             self._watch(f"-{child.pid}")
         code = process.wait()
         reader.join(_JOIN_S)
@@ -227,6 +221,18 @@ def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _kill_group(pid: int) -> None:
+def start_watchdog(grace_s: float) -> "subprocess.Popen[bytes]":
+    """Start a process that ends the groups whose numbers it gets when this process ends; see `watchdog.py`."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(grace_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # so that a signal to the parent's group does not reach it
+    )
+
+
+def kill_group(pid: int) -> None:
+    """Kill the processes of a group, if there are any."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

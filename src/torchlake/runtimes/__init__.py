@@ -20,6 +20,13 @@ for text generation
     load_log_probs(folder, spec, *, device) -> LogProbs
                                 if `load` returns no scores of answers, or at a greater cost
 
+for an engine in an interpreter of its own (`_foreign/`)
+
+    PYTHON: str                 the environment variable that names the interpreter
+    versions(path, *, imported) -> dict[str, str]
+                                raises UsageError if the interpreter does not have the engine
+    open_writer                 also gets `python`, a `ForeignPython`
+
 and for an export that `models/exports.py` stores in the model folder
 
     CALIBRATED: bool            whether the export needs the user's rows
@@ -33,8 +40,8 @@ time. The result of a row depends neither on other rows nor on padding, except f
 its scales from calibration or from each token, never from the batch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -66,7 +73,22 @@ class Ended:
     row: int
     text: Text
     reason: str
-    "`stop`: at an end token or a stop string; `length`: at `max_new_tokens`."
+    "`stop`: at an end token or a stop string; `length`: at `max_new_tokens`; `failed`: see `error`."
+    error: str | None = None
+    "Why the row has no text; such a row is an error row."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignPython:
+    """Where an engine with an interpreter of its own runs."""
+
+    path: str
+    devices: int = 1
+    "GPUs that share one copy of the model."
+    silent_s: float = 600.0
+    "Seconds without an answer after which its process is ended."
+    versions: Mapping[str, str] = field(default_factory=dict)
+    "Those that the job began with; empty: any."
 
 
 Report = Callable[[Sequence[Ended]], None]
@@ -84,6 +106,8 @@ class Writer(Protocol):
 
     refills: bool
     "Whether rows may be added while others are written; else only to an empty writer."
+    # A writer may also have `elsewhere = True`: its rows are in another process. It finds by itself those that kill
+    # that process, and takes as many rows as it gets.
 
     @property
     def rows(self) -> Sequence[int]:

@@ -17,6 +17,7 @@ from torchlake.config.arguments import check_arguments
 from torchlake.config.options import EndpointArguments, JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
+from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.models import exports, folders
@@ -37,12 +38,13 @@ from torchlake.scoring.runtime_choice import (
     REFERENCE,
     RuntimeChoice,
     chosen,
+    foreign_python,
     lacks_export,
     refusal,
     requested,
 )
 from torchlake.scoring.scorer import device
-from torchlake.scoring.worker import make_preparing_worker, output_schema
+from torchlake.scoring.worker import make_preparing_worker, make_versions_worker, output_schema
 from torchlake.tables.chunks import RowCost
 from torchlake.tables.plan import SAMPLE
 from torchlake.tasks import EXTRA, PROMPT, TEXT
@@ -145,7 +147,7 @@ def scoring_settings(
     if settings.get("explode") and (options is None or options.n == 1):
         raise UsageError("explode: a row has one answer; set n (--n) as well.")
     devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
-    if devices > 1:
+    if devices > 1 and not has_own_python(runtime):
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
     elif runtime is None:
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu", pairs=pairs, options=options)
@@ -280,7 +282,8 @@ def refuse_for_frames(given: Mapping[str, Any], native: str | None) -> None:
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
     """Raise UsageError if ranks on CPUs cannot share the model; on GPUs there is another way."""
     folder, number = Path(settings.model), settings.gpus_per_process
-    reason = None if has_gpus else tensor_parallel_refusal(load_config(folder), number)
+    elsewhere = has_own_python(settings.runtime)  # it says so itself
+    reason = None if has_gpus or elsewhere else tensor_parallel_refusal(load_config(folder), number)
     if reason is not None:
         raise UsageError(
             f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Remove the "
@@ -376,6 +379,30 @@ def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
     return replace(settings, export=exports.identity(folder, runtime) if isinstance(runtime, str) else None)
 
 
+def has_own_python(runtime: Runtime | None) -> bool:
+    """Return whether a runtime runs in an interpreter of its own."""
+    return isinstance(runtime, str) and hasattr(plugins.load("runtimes", runtime), "PYTHON")
+
+
+def with_versions(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
+    """Return the settings with the versions of the runtime's own interpreter, if it has one.
+
+    On a cluster a worker finds them. Raises UsageError.
+    """
+    module: Any = plugins.load("runtimes", settings.runtime) if has_own_python(settings.runtime) else None
+    if module is None:
+        foreign_python(settings)
+        return settings
+    if settings.generation is not None and (reason := module.cannot_write(settings.generation)):
+        raise UsageError(f"The runtime {settings.runtime!r}: {reason}.")
+    worker = partial(make_versions_worker, settings)
+    if isinstance(engine, Local):
+        (versions,) = worker()(iter([settings.runtime]))
+    else:
+        (versions,) = engine.run_chunks(worker, [settings.runtime], resources=Resources(processes=1))
+    return replace(settings, versions=versions)
+
+
 def _export(settings: ScoringSettings, engine: Engine, module: Any) -> None:
     folder, runtime = Path(settings.model), settings.runtime
     if module.CALIBRATED:
@@ -441,6 +468,7 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "task": spec.task,
         "runtime": runtime_name(settings.runtime),
         **({} if settings.export is None else {"export": settings.export}),
+        **({} if not settings.versions else {"versions": dict(settings.versions)}),
         "text": settings.text if isinstance(settings.text, str) else list(settings.text),
         **({} if settings.text_pair is None else {"text_pair": settings.text_pair}),
         **({} if not settings.inputs else {"inputs": dict(settings.inputs)}),

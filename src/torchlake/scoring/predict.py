@@ -47,6 +47,7 @@ from torchlake.scoring.options import (
     with_common_names,
     with_export,
     with_table,
+    with_versions,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
@@ -292,7 +293,8 @@ class Scoring:
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         runner = self.engine or Local()
-        settings = replace(with_export(self.settings, runner), products=products_of(self.settings, earlier))
+        settings = with_versions(with_export(self.settings, runner), runner)
+        settings = replace(settings, products=products_of(self.settings, earlier))
         self.settings = with_ranges(settings, source, earlier, runner)
         return fingerprint_of(self.settings, self.spec)
 

@@ -45,6 +45,10 @@ class ScoringSettings:
     export: str | None = None
     "The hash of the runtime's export, if it needs one."
     runtime: Runtime
+    runtime_python: str | None = None
+    "The interpreter of a runtime that has its own; None: that of the environment variable."
+    versions: Mapping[str, str] = field(default_factory=dict)
+    "The versions that the interpreter has."
     task: str | None = None
     "The task that was requested by name; None: the folder's own."
     exact: bool = False

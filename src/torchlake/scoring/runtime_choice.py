@@ -8,6 +8,7 @@ the export's sha256.
 """
 
 import logging
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import exports, folders
 from torchlake.models.generation import GenerationOptions
 from torchlake.models.load import uses_token_types
+from torchlake.runtimes import ForeignPython
+from torchlake.scoring.rows import ScoringSettings, runtime_name
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,25 @@ def refusal(runtime: Any, folder: Path, *, pairs: bool = False, options: Generat
     if reason is None and options is not None and hasattr(module, "cannot_write"):
         reason = module.cannot_write(options)
     return reason
+
+
+def foreign_python(settings: ScoringSettings) -> ForeignPython | None:
+    """Return where the job's runtime runs if it needs an interpreter of its own. Raises UsageError if none is named."""
+    name = settings.runtime
+    variable = getattr(plugins.load("runtimes", name), "PYTHON", None) if isinstance(name, str) else None
+    if variable is None:
+        if settings.runtime_python is not None:
+            raise UsageError(f"runtime_python: the runtime {runtime_name(name)!r} runs in torchlake's own interpreter.")
+        return None
+    path = settings.runtime_python or os.environ.get(variable)
+    if not path:
+        raise UsageError(
+            f"The runtime {name!r} needs an interpreter of its own: name it by runtime_python (--runtime-python PATH), "
+            f"or by the environment variable {variable} of each machine. How to make one: torchlake runtime-env {name}."
+        )
+    return ForeignPython(
+        path=path, devices=settings.gpus_per_process, silent_s=settings.row_timeout_s, versions=settings.versions
+    )
 
 
 def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:

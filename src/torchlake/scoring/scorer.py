@@ -15,6 +15,7 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 
 import gc
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
 from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE
+from torchlake.scoring.runtime_choice import REFERENCE, foreign_python
 from torchlake.tables.arrays import from_numpy, from_strings
 
 log = logging.getLogger(__name__)
@@ -112,8 +113,10 @@ class Scorer:
         if isinstance(load, str):
             named = plugins.load("runtimes", load)
             load = named.load if generation is None else named.open_writer
-        options = {} if generation is None else {"options": generation}
-        if self.settings.gpus_per_process > 1:
+        options: dict[str, Any] = {} if generation is None else {"options": generation}
+        if (python := foreign_python(self.settings)) is not None:
+            options["python"] = python
+        elif self.settings.gpus_per_process > 1:
             from torchlake.runtimes import _sharded  # it imports torch, which the driver does not need
 
             open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
@@ -207,6 +210,8 @@ class Scorer:
         assert generation is not None, "there is a writer"
         texts: dict[int, Text] = {}
         budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
+        if getattr(writer, "elsewhere", False):  # it has its own window
+            budget = Budget(tokens=sys.maxsize, rows=sys.maxsize)
         prompts = [
             Prompt(
                 row=int(work.rows[place]),

@@ -72,7 +72,7 @@ class TaskProgress:
         attempt.read += len(whole)
         for line in whole.splitlines()[1 if first and whole else 0 :]:  # the first line is the attempt's state
             note = json.loads(line)
-            running = note[1] if note and note[0] == "score" and note[1] is not None else []
+            running = note[1] if note and note[0] in ("score", "elsewhere") and note[1] is not None else []
             goes_on = len(note) > 2  # the same step, with fewer rows
             attempt.scored.update(set(attempt.running).difference(running if goes_on else []))
             attempt.running = running

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchlake.errors import TaskError, Unavailable
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts, Step
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import EMPTY, Ended, Text, Writer
@@ -67,13 +67,18 @@ def write_texts(
     """
     by_row = {one.row: one for one in prompts}
     waiting = deque(sorted(by_row.values(), key=lambda one: -one.size))
+    elsewhere = getattr(writer, "elsewhere", False)
+    step: Step = "elsewhere" if elsewhere else "score"
 
     def write(queue: deque[Prompt], running: dict[int, Prompt], *, refill: bool) -> None:
         def report(done: Sequence[Ended]) -> None:
             if writing is not None:
                 writing.report(writer, done)
             for one in done:
-                ended(one)
+                if one.error is None:
+                    ended(one)
+                else:
+                    errors[one.row] = one.error
                 del running[one.row]
 
         while queue or running:
@@ -85,7 +90,7 @@ def write_texts(
                 one = queue.popleft()
                 running[one.row] = one
                 writer.add(one.row, one.ids, one.options, one.begun)
-            if attempt is not None and len(running) > before:
+            if attempt is not None and not elsewhere and len(running) > before:
                 attempt.narrow(sorted(running), 0 if writing is None else writing.tokens)
             writer.step(report)
 
@@ -93,9 +98,11 @@ def write_texts(
         running: dict[int, Prompt] = {}
         failure: Exception | None = None
         try:
-            with nullcontext() if attempt is None else attempt.running("score", sorted(one.row for one in waiting)):
+            with nullcontext() if attempt is None else attempt.running(step, sorted(one.row for one in waiting)):
                 write(waiting, running, refill=True)
         except Exception as error:
+            if elsewhere:  # it is not due to a row
+                raise
             failure = error
 
         def again(rows: np.ndarray) -> None:
