@@ -197,8 +197,11 @@ def measure(
     return trials.measure(bench.engine, trial)
 
 
-def reference_of(bench: Bench, measured: Sequence[Measured] | Sequence[MeasuredTexts]) -> np.ndarray | Reference:
-    """Return eager's answers, which those of the others are compared with. Raises TorchlakeError without any."""
+def reference_of(bench: Bench, measured: Sequence[Any]) -> np.ndarray | Reference:
+    """Return eager's answers, which those of the others are compared with, from what `measure` returned.
+
+    Raises TorchlakeError without any.
+    """
     if isinstance(measured[0], MeasuredTexts):
         return write_reference(bench.scratch / REFERENCE_FILE, measured, len(bench.sample.rows))
     answers = merged(bench, measured)[0]
@@ -220,7 +223,7 @@ def judge(
     bench: Bench,
     runtime: Runtime,
     shape: tuple[int, int],
-    measured: Sequence[Measured] | Sequence[MeasuredTexts],
+    measured: Sequence[Any],
     reference: np.ndarray | Reference,
 ) -> Candidate:
     """Return the candidate with its measurements and whether it is inside the tolerance."""

@@ -169,7 +169,7 @@ def optimize(
     spec = with_columns(known_spec(folder, task), folder, text=text, text_pair=text_pair, inputs=inputs)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    named = {"text": text, "task": task, "inputs": inputs}
+    named: Any = {"text": text, "task": task, "inputs": inputs}
     settings, spec, _ = scoring_settings(folder, REFERENCE, generation, text_pair=text_pair, **named)
     if settings.generation is None:
         drawn = draw_sample(sample, spec, label=label, rows=rows or ROWS, options=read)

@@ -252,7 +252,7 @@ def _log_probs(
     """Return the summed log-probability of each text of the reference, or of the own ones if there is none yet."""
     runtime = trial.settings.runtime
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-    if not hasattr(module, "load_log_probs"):
+    if module is None or not hasattr(module, "load_log_probs"):
         return None
     if Path(reference).exists():
         table = read_rows(reference).take(pa.array(rows))

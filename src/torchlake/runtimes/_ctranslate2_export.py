@@ -209,8 +209,8 @@ def _completed(model: Any) -> Any:
 def _set_scales(spec: Any, config: Any) -> None:
     """Set what Gemma's configurations say about scores, where the converter leaves it out."""
     queries, cap = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "final_logit_softcapping"))
-    for layer in spec.decoder.layer if queries else ():
-        layer.self_attention.queries_scale = float(queries**-0.5)
+    for layer in [] if queries is None else spec.decoder.layer:
+        layer.self_attention.queries_scale = float(queries) ** -0.5
     if cap:
         spec.decoder.final_logit_softcapping = np.float32(cap)
 
