@@ -18,7 +18,7 @@ from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError, UsageError
-from torchlake.models.config import in_words, load_config
+from torchlake.models.config import decoder_start, in_words, load_config
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.models.write import quiet
 
@@ -117,6 +117,13 @@ def settings_of(folder: Path) -> dict[str, Any]:
     if isinstance(values["decoder_start_token_id"], list):
         raise DataError(f"{folder / CONFIG}: decoder_start_token_id is a list; torchlake supports one token.")
     return {name: value for name, value in values.items() if value is not None}
+
+
+def start_token(folder: Path, config: Any) -> int:
+    """Return the token that the answers of an encoder-decoder begin with. Raises DataError if there is none."""
+    own = settings_of(folder)
+    named = own.get("decoder_start_token_id", own.get("bos_token_id"))
+    return decoder_start(config) if named is None else int(named)
 
 
 def check_settings(folder: Path, options: GenerationOptions) -> None:

@@ -26,8 +26,8 @@ from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
 from torchlake.models import exports
-from torchlake.models.config import decoder_start, in_words, load_config, positions, read_head
-from torchlake.models.generation import settings_of
+from torchlake.models.config import in_words, load_config, positions, read_head
+from torchlake.models.generation import settings_of, start_token
 from torchlake.models.load import load_tokenizer
 from torchlake.processes import hardware
 from torchlake.runtimes import _exported, first_reason
@@ -120,7 +120,7 @@ def _convert(folder: Path, model: Any, place: Path, kind: str) -> None:
         with torch.no_grad():
             spec = converters._MODEL_LOADERS[name](_older_phi(model) if config.model_type == "phi" else model, tokens)
         if config.is_encoder_decoder:
-            spec.config.decoder_start_token = tokens.names[_start(folder, config)]
+            spec.config.decoder_start_token = tokens.names[start_token(folder, config)]
         else:
             spec.register_vocabulary(tokens.names)  # OPT's would have a multiple of eight tokens
         _set_scales(spec, config)
@@ -268,7 +268,7 @@ def _expected(folder: Path, model: Any) -> list[tuple[list[int], list[int], np.n
     from transformers import GenerationConfig
 
     apart = bool(model.config.is_encoder_decoder)
-    start = {"decoder_start_token_id": _start(folder, model.config)} if apart else {}
+    start = {"decoder_start_token_id": start_token(folder, model.config)} if apart else {}
     model.generation_config = GenerationConfig()
     options: Any = GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, **start
@@ -281,13 +281,6 @@ def _expected(folder: Path, model: Any) -> list[tuple[list[int], list[int], np.n
         written = made.sequences[0, 1 if apart else len(row) :].tolist()
         found.append((row, written, torch.cat(made.logits).float().log_softmax(-1).numpy()))
     return found
-
-
-def _start(folder: Path, config: Any) -> int:
-    """Return the token that answers begin with, as `_writing/static.py` does."""
-    own = settings_of(folder)
-    named = own.get("decoder_start_token_id", own.get("bos_token_id"))
-    return decoder_start(config) if named is None else int(named)
 
 
 def _compare(folder: Path, place: Path, expected: Sequence[tuple[list[int], list[int], np.ndarray]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -94,6 +95,18 @@ def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(model: Pat
     out = tmp_path / "out"
     record = tl.predict(model, tmp_path / "prompts.parquet", out, max_new_tokens=6, engine=tiny.Here()).record
     assert (record["provenance"]["runtime"], record["provenance"]["runtime_by"]) == (done.runtime, "runtime.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_encoder_decoders_are_measured_too(kind: Literal["bart", "t5"], tmp_path: Path) -> None:
+    model = tiny.build_encoder_decoder(tmp_path / "model", kind=kind)
+    done = tl.optimize(
+        model, pa.table({"text": PROMPTS}), runtimes=["ctranslate2"], max_new_tokens=5, engine=tiny.Here()
+    )
+    (found,) = {one.runtime: one for one in done.candidates if one.runtime == "ctranslate2"}.values()
+    assert found.agreement == 1.0
+    assert found.nats is None or abs(found.nats) < 1e-4
 
 
 def test_a_choice_that_cannot_write_so_costs_speed_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
