@@ -123,6 +123,21 @@ def test_a_text_that_was_begun_is_continued(llama: Path) -> None:
     assert [found[row] for row in range(3)] == whole.tolist()
 
 
+def test_what_a_report_raises_leaves_an_empty_writer(llama: Path) -> None:
+    spec, options = load.load_spec(llama), GenerationOptions(max_new_tokens=8)
+    writer = plugins.load("runtimes", "ctranslate2").open_writer(llama, spec, device="cpu", options=options)
+    for error in (OSError, KeyboardInterrupt):
+
+        def report(ended: Any, error: type[BaseException] = error) -> None:
+            raise error("stop")
+
+        writer.add(0, np.array([5, 6, 7]), options)
+        with pytest.raises(error, match="stop"):
+            writer.step(report)
+        assert not writer.rows
+    assert (write_all(writer, [np.array([5, 6, 7])], options) >= -2).all()
+
+
 def test_scores_of_given_answers_are_those_of_the_model(llama: Path) -> None:
     spec, module = load.load_spec(llama), plugins.load("runtimes", "ctranslate2")
     ids, answer = np.array([5, 6, 7, 8, 9]), np.array([20, 21, 22])

@@ -10,6 +10,7 @@ The library has no function that returns the scores of the next token and takes 
 the prompt again), so texts are not sampled.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -33,6 +34,7 @@ COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 STEP_ROWS = 12
 "A step costs about as much as so many rows of it, because it reads all weights."
 SCORED_TOKENS = 1024
+WAIT_S = 0.002
 
 
 def cannot_write(options: GenerationOptions) -> str | None:
@@ -166,7 +168,8 @@ class ConvertedWriter:
         rows = [row for row, size in zip(running, sizes, strict=True) if size <= most]
         reads = [np.concatenate([row.prompt, row.tokens]) for row in rows]
         taking.begin(rows, [0] * len(rows))
-        self._converted.model.generate_batch(
+        _wait(
+            self._converted.model.generate_batch,
             self._converted.named(reads),
             max_batch_size=max(map(len, reads)) * len(rows),  # all of them at once
             batch_type="tokens",
@@ -182,7 +185,8 @@ class ConvertedWriter:
         """Write the rows of an encoder-decoder; what they have already is the beginning of its answer."""
         reads = [row.prompt for row in rows]
         taking.begin(rows, [len(row.tokens) for row in rows])
-        self._converted.model.translate_batch(
+        _wait(
+            self._converted.model.translate_batch,
             self._converted.named(reads),
             target_prefix=self._converted.named([row.tokens for row in rows]),
             max_batch_size=max(map(len, reads)) * len(rows),
@@ -196,6 +200,15 @@ class ConvertedWriter:
             callback=taking,
             **self._options,
         )
+
+
+def _wait(method: Callable[..., Any], rows: list[list[str]], **options: Any) -> None:
+    """Call a method of the library, and handle signals meanwhile. Raises what its callback raises."""
+    running = method(rows, asynchronous=True, **options)
+    while not all(one.done() for one in running):
+        time.sleep(WAIT_S)
+    for one in running:
+        one.result()
 
 
 def longest_beside(sizes: Sequence[int], new: int) -> int:
@@ -238,7 +251,9 @@ class _Taking:
 
     def __call__(self, made: Any) -> bool:
         """Take a token of a row; return whether the row ends."""
-        if made.step != self._step and self._tell is not None:
+        if self._tell is None:  # the caller was interrupted
+            return True
+        if made.step != self._step:
             self._step = made.step
             self._tell()
         row = self._rows[made.batch_id]
