@@ -77,7 +77,9 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(model: Path, tmp_path: Path) -> None:
+def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     table = pa.table({"text": PROMPTS})
     pq.write_table(table, tmp_path / "prompts.parquet")
     runtimes = ["eager", "ctranslate2", "onnx"]
@@ -93,7 +95,9 @@ def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(model: Pat
     assert choice["runtime"] == done.runtime
     assert choice["task"] == "text_generation"
     out = tmp_path / "out"
-    record = tl.predict(model, tmp_path / "prompts.parquet", out, max_new_tokens=6, engine=tiny.Here()).record
+    with caplog.at_level("INFO"):
+        record = tl.predict(model, tmp_path / "prompts.parquet", out, max_new_tokens=6, engine=tiny.Here()).record
+    assert "8 rows take about 0 minutes here" in caplog.text
     assert (record["provenance"]["runtime"], record["provenance"]["runtime_by"]) == (done.runtime, "runtime.json")
 
 
