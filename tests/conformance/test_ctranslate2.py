@@ -40,7 +40,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None, "pad_token_id": None},
 }
 "What the tiny configurations of `families` lack, as published models have it."
-FAMILIES = [*_ctranslate2_export.DECODERS, "bart", "mbart", "mt5", "pegasus", "t5", "umt5"]
+ENCODER_DECODERS = ("bart", "mbart", "mt5", "pegasus", "t5", "umt5")
+FAMILIES = list(_ctranslate2_export.loaders())
 QUICK = {"gpt2", "llama", "qwen2", "t5"}
 
 
@@ -48,7 +49,7 @@ def build(folder: Path, name: str, **changes: Any) -> Path:
     """A tiny model of the family, with rotary scaling and the like by `changes` of its configuration."""
     tokenizer = tiny.language_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    writer = name in _ctranslate2_export.DECODERS
+    writer = name not in ENCODER_DECODERS
     if not writer:
         ends |= {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": tokenizer.eos_token_id}
     config = families.config_of(name, vocab_size=len(tokenizer), **ends)

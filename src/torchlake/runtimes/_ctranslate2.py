@@ -32,7 +32,7 @@ from torchlake.runtimes._writing.static import end_tokens
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 "The options of `GenerationOptions` that it computes; others must have their default."
 STEP_ROWS = 12
-"A step costs about as much as so many rows of it, because it reads all weights."
+"A step costs about as much as this number of its rows, because it reads all weights."
 SCORED_TOKENS = 1024
 WAIT_S = 0.002
 
@@ -107,7 +107,7 @@ class ConvertedWriter:
         self._first = (
             own.get("forced_bos_token_id") if options.language is None else language_token(folder, options.language)
         )
-        # An end that is forced on rows that reach the limit is no part of a text: the rows end before it.
+        # An end that is forced on rows that reach the limit is not part of the answer: the rows end before it.
         self._unwritten = int(own.get("forced_eos_token_id") is not None)
         refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))
         self._options = {"suppress_sequences": converted.named(refused)} if refused else {}
@@ -214,10 +214,10 @@ def _wait(method: Callable[..., Any], rows: list[list[str]], **options: Any) -> 
 def longest_beside(sizes: Sequence[int], new: int) -> int:
     """Return the size of the longest prompt that is best written in a batch with the shortest one.
 
-    `sizes` are those of all prompts, and a text has up to `new` tokens. A batch of prompts of unequal sizes has a step
-    for each token by which the longest one is longer; another batch has the steps of its texts.
+    `sizes` are those of all prompts, and an answer has up to `new` tokens. A batch of prompts of unequal sizes has a
+    step for each token by which the longest one is longer; another batch has the steps of its texts.
     """
-    if min(sizes) == 1:  # beside a prompt of one token, the library takes the rest of the others for a text
+    if min(sizes) == 1:  # beside a prompt of one token, the library takes the rest of the others for answers
         return 1
     distinct, counts = np.unique(sizes, return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts * distinct)]), np.concatenate([[0], np.cumsum(counts)])

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.errors import UsageError
-from torchlake.optimization.texts import MeasuredTexts, Reference, compare_texts, outside_texts
+from torchlake.optimization.texts import MeasuredTexts, ReferenceTexts, compare_texts, outside_texts
 
 PROMPTS = ["the film", "a", "the plot of this movie is", "good", "not a film , but a story", "we", "it was", "a"]
 
@@ -35,7 +35,7 @@ def measured(texts: list[str | None], log_probs: list[float] | None) -> Measured
     )
 
 
-REFERENCE = Reference(
+REFERENCE = ReferenceTexts(
     texts=["abcd", "efgh", None, "ijkl"], tokens=np.array([10, 10, 0, 20]), log_probs=np.array([-5.0, -5.0, 0.0, -10.0])
 )
 
