@@ -44,7 +44,8 @@ def build(name: str) -> Path:
     kind, shape = SHAPES[name]
     folder = SCRATCH / f"writing-{kind}"
     if not (folder / "config.json").exists():
-        config = transformers.CONFIG_MAPPING[kind](**shape, bos_token_id=None, eos_token_id=0)
+        made: Any = transformers.CONFIG_MAPPING[kind]
+        config = made(**shape, bos_token_id=None, eos_token_id=0)
         small_model(folder, lines_of_shakespeare(), lambda _: transformers.AutoModelForCausalLM.from_config(config))
     return folder
 

@@ -40,7 +40,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None, "pad_token_id": None},
 }
 "What the tiny configurations of `families` lack, as published models have it."
-FAMILIES = [*_ctranslate2_export.DECODERS, "bart", "mbart", "mt5", "pegasus", "t5", "umt5"]
+ENCODER_DECODERS = ("bart", "mbart", "mt5", "pegasus", "t5", "umt5")
+FAMILIES = list(_ctranslate2_export.loaders())
 QUICK = {"gpt2", "llama", "qwen2", "t5"}
 
 
@@ -48,7 +49,7 @@ def build(folder: Path, name: str, **changes: Any) -> Path:
     """A tiny model of the family, with rotary scaling and the like by `changes` of its configuration."""
     tokenizer = tiny.language_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    writer = name in _ctranslate2_export.DECODERS
+    writer = name not in ENCODER_DECODERS
     if not writer:
         ends |= {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": tokenizer.eos_token_id}
     config = families.config_of(name, vocab_size=len(tokenizer), **ends)
@@ -121,6 +122,21 @@ def test_a_text_that_was_begun_is_continued(llama: Path) -> None:
     while writer.rows:
         writer.step(lambda ended: found.update({one.row: one.text.tokens.tolist() for one in ended}))
     assert [found[row] for row in range(3)] == whole.tolist()
+
+
+def test_what_a_report_raises_leaves_an_empty_writer(llama: Path) -> None:
+    spec, options = load.load_spec(llama), GenerationOptions(max_new_tokens=8)
+    writer = plugins.load("runtimes", "ctranslate2").open_writer(llama, spec, device="cpu", options=options)
+    for error in (OSError, KeyboardInterrupt):
+
+        def report(ended: Any, error: type[BaseException] = error) -> None:
+            raise error("stop")
+
+        writer.add(0, np.array([5, 6, 7]), options)
+        with pytest.raises(error, match="stop"):
+            writer.step(report)
+        assert not writer.rows
+    assert (write_all(writer, [np.array([5, 6, 7])], options) >= -2).all()
 
 
 def test_scores_of_given_answers_are_those_of_the_model(llama: Path) -> None:

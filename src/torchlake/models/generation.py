@@ -20,7 +20,7 @@ from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.options import LOGPROBS
 from torchlake.errors import DataError, UsageError
-from torchlake.models.config import in_words, load_config
+from torchlake.models.config import decoder_start, in_words, load_config
 from torchlake.models.structured.structure import OPTIONS, Structure, read_structure
 from torchlake.models.structured.tokens import check_structure
 from torchlake.models.tokenizer import load_tokenizer
@@ -227,6 +227,13 @@ def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
     named = own.get("eos_token_id", tokenizer.eos_token_id)
     return sorted(named) if isinstance(named, list) else [named]
+
+
+def start_token(folder: Path, config: Any) -> int:
+    """Return the token that the answers of an encoder-decoder begin with. Raises DataError if there is none."""
+    own = settings_of(folder)
+    named = own.get("decoder_start_token_id", own.get("bos_token_id"))
+    return decoder_start(config) if named is None else int(named)
 
 
 def check_settings(folder: Path, options: GenerationOptions) -> None:

@@ -28,7 +28,7 @@ from torchlake.optimization.sample import Sample
 from torchlake.optimization.texts import (
     EXACT,
     MeasuredTexts,
-    Reference,
+    ReferenceTexts,
     compare_texts,
     measure_texts,
     outside_texts,
@@ -64,7 +64,7 @@ class Candidate:
     tokens_per_s: float | None = None
     "Tokens per second that they write, if the task writes; `by_batch_tokens` then has these, too."
     common: float | None = None
-    "Mean share of a text up to the first difference from eager's; `agreement` is the share of equal texts."
+    "Mean share of each text up to the first difference from eager's; `agreement` is the share of equal texts."
     nats: float | None = None
     "The mean change of the log-probability of a token of eager's texts."
     rows: int | None = None
@@ -133,7 +133,7 @@ def try_runtime(
     bench: Bench,
     runtime: Runtime,
     shape: tuple[int, int],
-    reference: np.ndarray | Reference,
+    reference: np.ndarray | ReferenceTexts,
     found: Sequence[Candidate],
     *,
     again: bool = False,
@@ -197,8 +197,11 @@ def measure(
     return trials.measure(bench.engine, trial)
 
 
-def reference_of(bench: Bench, measured: Sequence[Measured] | Sequence[MeasuredTexts]) -> np.ndarray | Reference:
-    """Return eager's answers, which those of the others are compared with. Raises TorchlakeError without any."""
+def reference_of(bench: Bench, measured: Sequence[Any]) -> np.ndarray | ReferenceTexts:
+    """Return eager's answers, which those of the others are compared with, from what `measure` returned.
+
+    Raises TorchlakeError without any.
+    """
     if isinstance(measured[0], MeasuredTexts):
         return write_reference(bench.scratch / REFERENCE_FILE, measured, len(bench.sample.rows))
     answers = merged(bench, measured)[0]
@@ -220,11 +223,11 @@ def judge(
     bench: Bench,
     runtime: Runtime,
     shape: tuple[int, int],
-    measured: Sequence[Measured] | Sequence[MeasuredTexts],
-    reference: np.ndarray | Reference,
+    measured: Sequence[Any],
+    reference: np.ndarray | ReferenceTexts,
 ) -> Candidate:
     """Return the candidate with its measurements and whether it is inside the tolerance."""
-    if isinstance(reference, Reference):
+    if isinstance(reference, ReferenceTexts):
         return _judge_texts(bench, runtime, shape, measured, reference)
     answers, scored = merged(bench, measured)
     targets = bench.sample.targets
@@ -252,7 +255,7 @@ def judge(
 
 
 def _judge_texts(
-    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Any], reference: Reference
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Any], reference: ReferenceTexts
 ) -> Candidate:
     found = compare_texts(measured, reference)
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None

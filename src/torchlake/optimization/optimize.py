@@ -141,9 +141,8 @@ def optimize(
     for all candidates together; eager, the reference, is always measured. `runtimes` are the names to try (default:
     all), or functions as in `predict`.
 
-    A model that writes is measured in tokens per second, with the options of text generation of `predict`. A runtime in
-    fp32 has to give `min_agreement` of eager's texts; any runtime has to find these about as likely as eager does: the
-    log-probability of a token may change by 0.01 on average.
+    Writing is measured in tokens per second: fp32 has to give `min_agreement` of eager's texts, and the log-probability
+    of their tokens may change by 0.01 on average.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
     measured but not written there: that file would name code to run.
@@ -169,7 +168,7 @@ def optimize(
     spec = with_columns(known_spec(folder, task), folder, text=text, text_pair=text_pair, inputs=inputs)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    named = {"text": text, "task": task, "inputs": inputs}
+    named: Any = {"text": text, "task": task, "inputs": inputs}
     settings, spec, _ = scoring_settings(folder, REFERENCE, generation, text_pair=text_pair, **named)
     if settings.generation is None:
         drawn = draw_sample(sample, spec, label=label, rows=rows or ROWS, options=read)

@@ -40,7 +40,7 @@ from torchlake.scoring.scorer import Scorer
 TRIED_TOKENS = {"cpu": (8192, 2048, 32768), "cuda": (65536, 16384, 262144)}
 "The default first: the others are tried as far as the time allows."
 ROWS = 32
-"Prompts to measure on, unless the user asks for another number: a text takes as long as thousands of classifications."
+"Prompts to measure on by default: an answer takes as long as thousands of classifications."
 MIN_ROWS = 16
 "Processes share the prompts, but each gets at least this many."
 MAX_SHARE = 0.3
@@ -82,13 +82,13 @@ class TextAgreement:
     agreement: float
     "Share of the texts that are equal."
     common: float
-    "Mean share of a text that is equal up to the first difference."
+    "Mean share of each text that is equal up to the first difference."
     nats: float | None
     "The mean change of the log-probability of a token of eager's texts; None: the runtime cannot tell."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ReferenceTexts:
     """Eager's texts of N prompts."""
 
     texts: list[str | None]
@@ -104,7 +104,7 @@ def measure_texts(engine: Engine, trial: RuntimeTrial, reference: Path) -> list[
     return run_guarded(engine, work, Path(trial.folder), trial.processes, trial.deadline_s)
 
 
-def write_reference(path: Path, measured: Sequence[MeasuredTexts], rows: int) -> Reference:
+def write_reference(path: Path, measured: Sequence[MeasuredTexts], rows: int) -> ReferenceTexts:
     """Write eager's texts of `rows` prompts to a file for the other runtimes, and return them. Raises TorchlakeError
     if there is none."""
     texts: list[str | None] = [None] * rows
@@ -117,10 +117,10 @@ def write_reference(path: Path, measured: Sequence[MeasuredTexts], rows: int) ->
     if all(text is None for text in texts):
         raise TorchlakeError(f"eager could write for no row of the sample: {next(iter(measured[0].errors.values()))}")
     write_rows(path, pa.table({"prompt": prompts, "answer": answers}))
-    return Reference(texts=texts, tokens=np.array([len(each) for each in answers]), log_probs=log_probs)
+    return ReferenceTexts(texts=texts, tokens=np.array([len(each) for each in answers]), log_probs=log_probs)
 
 
-def compare_texts(measured: Sequence[MeasuredTexts], reference: Reference) -> TextAgreement:
+def compare_texts(measured: Sequence[MeasuredTexts], reference: ReferenceTexts) -> TextAgreement:
     """Compare a runtime's texts with eager's."""
     own: dict[int, str | None] = {}
     change, tokens, known = 0.0, 0, True
@@ -156,7 +156,7 @@ def outside_texts(found: TextAgreement, *, exact: bool, min_agreement: float) ->
 
 
 def _common(expected: str, text: str) -> float:
-    """Return the share of a text up to the first character that differs."""
+    """Return the share of the expected text up to the first character that differs."""
     places = (place for place, (ours, own) in enumerate(zip(text, expected, strict=False)) if ours != own)
     length = max(len(expected), len(text))
     return next(places, min(len(expected), len(text))) / length if length else 1.0
@@ -252,7 +252,7 @@ def _log_probs(
     """Return the summed log-probability of each text of the reference, or of the own ones if there is none yet."""
     runtime = trial.settings.runtime
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-    if not hasattr(module, "load_log_probs"):
+    if module is None or not hasattr(module, "load_log_probs"):
         return None
     if Path(reference).exists():
         table = read_rows(reference).take(pa.array(rows))

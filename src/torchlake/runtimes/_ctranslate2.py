@@ -10,6 +10,7 @@ The library has no function that returns the scores of the next token and takes 
 the prompt again), so texts are not sampled.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -31,8 +32,9 @@ from torchlake.runtimes._writing.static import end_tokens
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 "The options of `GenerationOptions` that it computes; others must have their default."
 STEP_ROWS = 12
-"A step costs about as much as so many rows of it, because it reads all weights."
+"A step costs about as much as this number of its rows, because it reads all weights."
 SCORED_TOKENS = 1024
+WAIT_S = 0.002
 
 
 def cannot_write(options: GenerationOptions) -> str | None:
@@ -105,7 +107,7 @@ class ConvertedWriter:
         self._first = (
             own.get("forced_bos_token_id") if options.language is None else language_token(folder, options.language)
         )
-        # An end that is forced on rows that reach the limit is no part of a text: the rows end before it.
+        # An end that is forced on rows that reach the limit is not part of the answer: the rows end before it.
         self._unwritten = int(own.get("forced_eos_token_id") is not None)
         refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))
         self._options = {"suppress_sequences": converted.named(refused)} if refused else {}
@@ -166,7 +168,8 @@ class ConvertedWriter:
         rows = [row for row, size in zip(running, sizes, strict=True) if size <= most]
         reads = [np.concatenate([row.prompt, row.tokens]) for row in rows]
         taking.begin(rows, [0] * len(rows))
-        self._converted.model.generate_batch(
+        _wait(
+            self._converted.model.generate_batch,
             self._converted.named(reads),
             max_batch_size=max(map(len, reads)) * len(rows),  # all of them at once
             batch_type="tokens",
@@ -182,7 +185,8 @@ class ConvertedWriter:
         """Write the rows of an encoder-decoder; what they have already is the beginning of its answer."""
         reads = [row.prompt for row in rows]
         taking.begin(rows, [len(row.tokens) for row in rows])
-        self._converted.model.translate_batch(
+        _wait(
+            self._converted.model.translate_batch,
             self._converted.named(reads),
             target_prefix=self._converted.named([row.tokens for row in rows]),
             max_batch_size=max(map(len, reads)) * len(rows),
@@ -198,13 +202,22 @@ class ConvertedWriter:
         )
 
 
+def _wait(method: Callable[..., Any], rows: list[list[str]], **options: Any) -> None:
+    """Call a method of the library, and handle signals meanwhile. Raises what its callback raises."""
+    running = method(rows, asynchronous=True, **options)
+    while not all(one.done() for one in running):
+        time.sleep(WAIT_S)
+    for one in running:
+        one.result()
+
+
 def longest_beside(sizes: Sequence[int], new: int) -> int:
     """Return the size of the longest prompt that is best written in a batch with the shortest one.
 
-    `sizes` are those of all prompts, and a text has up to `new` tokens. A batch of prompts of unequal sizes has a step
-    for each token by which the longest one is longer; another batch has the steps of its texts.
+    `sizes` are those of all prompts, and an answer has up to `new` tokens. A batch of prompts of unequal sizes has a
+    step for each token by which the longest one is longer; another batch has the steps of its texts.
     """
-    if min(sizes) == 1:  # beside a prompt of one token, the library takes the rest of the others for a text
+    if min(sizes) == 1:  # beside a prompt of one token, the library takes the rest of the others for answers
         return 1
     distinct, counts = np.unique(sizes, return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts * distinct)]), np.concatenate([[0], np.cumsum(counts)])
@@ -238,7 +251,9 @@ class _Taking:
 
     def __call__(self, made: Any) -> bool:
         """Take a token of a row; return whether the row ends."""
-        if made.step != self._step and self._tell is not None:
+        if self._tell is None:  # the caller was interrupted
+            return True
+        if made.step != self._step:
             self._step = made.step
             self._tell()
         row = self._rows[made.batch_id]

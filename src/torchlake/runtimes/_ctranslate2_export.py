@@ -26,19 +26,20 @@ from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
 from torchlake.models import exports
-from torchlake.models.config import decoder_start, in_words, load_config, positions, read_head
-from torchlake.models.generation import settings_of
+from torchlake.models.config import in_words, load_config, positions, read_head
+from torchlake.models.generation import settings_of, start_token
 from torchlake.models.load import load_tokenizer
 from torchlake.processes import hardware
 from torchlake.runtimes import _exported, first_reason
 
 LIBRARY = "ctranslate2"
 TASKS = ("text_generation", "text2text_generation")
-DECODERS = (
-    *("bloom", "codegen", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj"),
-    *("llama", "mistral", "mpt", "opt", "phi", "phi3", "qwen2", "qwen3"),
-)
-ENCODER_DECODERS = ("bart", "mbart", "mt5", "pegasus", "t5", "umt5")
+LOADERS = """
+bloom:Bloom codegen:CodeGen falcon:Falcon gemma:Gemma gemma2:Gemma2 gemma3_text:Gemma3 gpt2:GPT2 gptj:GPTJ
+gpt_bigcode:GPTBigCodeMHA gpt_neox:GPTNeoX llama:Llama mistral:Mistral mpt:MPT opt:OPT phi:Phi phi3:Phi3 qwen2:Qwen2
+qwen3:Qwen3
+bart:Bart mbart:MBart mt5:MT5 pegasus:Pegasus t5:T5 umt5:UMT5"""
+"The model types that are converted, decoders first, and the names of the library's loaders."
 COMPUTED_SETTINGS = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id"}
 COMPUTED_SETTINGS |= {"forced_eos_token_id", "suppress_tokens", "bad_words_ids"}
 "The keys of generation_config.json that `_ctranslate2.py` computes with."
@@ -62,7 +63,7 @@ OWN_SHAPES: dict[str, dict[str, Any]] = {
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot be converted, or the library not run here, or None."""
     kind = read_head(folder).model_type
-    known = (*DECODERS, *ENCODER_DECODERS)
+    known = loaders()
     model = None
     if kind not in known:
         model = f"it converts no models of type {kind!r}, only of {', '.join(known)}: use 'eager'"
@@ -72,10 +73,16 @@ def refusal(folder: Path) -> str | None:
     return first_reason(model=model, library=lacks and lacks + pip_install("torchlake[ctranslate2]"))
 
 
+def loaders() -> dict[str, str]:
+    """Return the name of the library's class that converts each model type."""
+    pairs = (each.split(":") for each in LOADERS.split())
+    return {kind: f"{name}Loader" for kind, name in pairs}
+
+
 def prepare(folder: Path, spec: TaskSpec, name: str, kind: str) -> None:
     """Convert the model for the runtime `name`, with weights of `kind` ("float32", "int8"), into its folder.
 
-    Raises UsageError if it cannot be converted or gives other scores than the model, StorageError, and the errors of
+    Raises UsageError if it cannot be converted or its scores differ from the model's, StorageError, and the errors of
     `models.load_model`.
     """
     with exports.making(folder, name, rows=0, versions=_exported.versions(LIBRARY), task=spec.task) as place:
@@ -112,15 +119,14 @@ def _convert(folder: Path, model: Any, place: Path, kind: str) -> None:
     import torch
     from ctranslate2.converters import transformers as converters
 
-    # MPT's name while it was code of its own.
-    name = type(model.config).__name__.replace("MptConfig", "MPTConfig")
-    tokens = Tokens(load_tokenizer(folder), _embeddings(model))
+    tokens = AllTokens(load_tokenizer(folder), _embeddings(model))
     try:
         config = _completed(model)
         with torch.no_grad():
-            spec = converters._MODEL_LOADERS[name](_older_phi(model) if config.model_type == "phi" else model, tokens)
+            loader = getattr(converters, loaders()[config.model_type])()
+            spec = loader(_older_phi(model) if config.model_type == "phi" else model, tokens)
         if config.is_encoder_decoder:
-            spec.config.decoder_start_token = tokens.names[_start(folder, config)]
+            spec.config.decoder_start_token = tokens.names[start_token(folder, config)]
         else:
             spec.register_vocabulary(tokens.names)  # OPT's would have a multiple of eight tokens
         _set_scales(spec, config)
@@ -148,7 +154,7 @@ def _check_vocabulary(folder: Path, found: Sequence[str], wanted: Sequence[str])
 
 
 @dataclass
-class Tokens:
+class AllTokens:
     """What the converter asks a tokenizer for, with a token for each of the model's `size` ids."""
 
     tokenizer: Any
@@ -208,9 +214,10 @@ def _completed(model: Any) -> Any:
 
 def _set_scales(spec: Any, config: Any) -> None:
     """Set what Gemma's configurations say about scores, where the converter leaves it out."""
-    queries, cap = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "final_logit_softcapping"))
-    for layer in spec.decoder.layer if queries else ():
-        layer.self_attention.queries_scale = float(queries**-0.5)
+    queries: Any = getattr(config, "query_pre_attn_scalar", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    for layer in [] if queries is None else spec.decoder.layer:
+        layer.self_attention.queries_scale = float(queries) ** -0.5
     if cap:
         spec.decoder.final_logit_softcapping = np.float32(cap)
 
@@ -268,7 +275,7 @@ def _expected(folder: Path, model: Any) -> list[tuple[list[int], list[int], np.n
     from transformers import GenerationConfig
 
     apart = bool(model.config.is_encoder_decoder)
-    start = {"decoder_start_token_id": _start(folder, model.config)} if apart else {}
+    start = {"decoder_start_token_id": start_token(folder, model.config)} if apart else {}
     model.generation_config = GenerationConfig()
     options: Any = GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, **start
@@ -281,13 +288,6 @@ def _expected(folder: Path, model: Any) -> list[tuple[list[int], list[int], np.n
         written = made.sequences[0, 1 if apart else len(row) :].tolist()
         found.append((row, written, torch.cat(made.logits).float().log_softmax(-1).numpy()))
     return found
-
-
-def _start(folder: Path, config: Any) -> int:
-    """Return the token that answers begin with, as `_writing/static.py` does."""
-    own = settings_of(folder)
-    named = own.get("decoder_start_token_id", own.get("bos_token_id"))
-    return decoder_start(config) if named is None else int(named)
 
 
 def _compare(folder: Path, place: Path, expected: Sequence[tuple[list[int], list[int], np.ndarray]]) -> None:

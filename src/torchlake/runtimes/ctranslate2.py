@@ -1,6 +1,6 @@
 """CTranslate2 on CPUs in fp32: the model is converted once into the model folder (`_ctranslate2_export.py`).
 
-It writes the texts of `eager`, except for rounding, a tenth faster; `ctranslate2_int8` is more than twice as fast.
+It writes the texts of `eager`, except for rounding, 1.2 times as fast as `generate`; `ctranslate2_int8` 2.6 times.
 """
 
 from collections.abc import Sequence

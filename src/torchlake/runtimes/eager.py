@@ -16,8 +16,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import joined_outputs
-from torchlake.models.config import decoder_start
-from torchlake.models.generation import GenerationOptions, settings_of
+from torchlake.models.generation import GenerationOptions, start_token
 from torchlake.runtimes import Forward, LogProbs, Writer, _products
 
 TOLERANCE = 0.0
@@ -128,7 +127,7 @@ def load_log_probs(folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
 
     model = load_model(folder, spec, device)
     apart = bool(model.config.is_encoder_decoder)
-    start = settings_of(folder).get("decoder_start_token_id", decoder_start(model.config)) if apart else 0
+    start = start_token(folder, model.config) if apart else 0
 
     def of_row(prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
         written = torch.from_numpy(answer.astype(np.int64)).to(device)

@@ -434,7 +434,14 @@ def products_of(settings: ScoringSettings, earlier: Mapping[str, Any]) -> Mappin
 
 
 def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, rows: int) -> None:
-    """Log once, at the start of a large job by the default runtime, that another exact one is faster on this CPU."""
+    """Log once, at the start of a large job by the default runtime, that another exact one is faster on this CPU.
+
+    Also how long texts take, if `optimize` has measured it.
+    """
+    if settings.generation is not None and choice.rows_per_s:
+        minutes = rows / choice.rows_per_s / 60
+        needed = f"{minutes:,.0f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
+        log.info("%s rows take about %s here, by the speed that optimize measured", f"{rows:,}", needed)
     here, folder = cpu_class(), Path(settings.model)
     gain, best = max((here.rates.get(name, 0.0), name) for name in EXACT_EXPORTS)
     if rows < LARGE_ROWS or gain < WORTH_IT or (choice.why, choice.runtime) != ("default", RATED):

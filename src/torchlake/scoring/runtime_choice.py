@@ -44,6 +44,8 @@ class RuntimeChoice:
     "Maximum padded tokens of a batch; None: the default for the device."
     threads: int | None = None
     "Threads of each process; None: the engine decides."
+    rows_per_s: float | None = None
+    "The rows per second of all processes that `optimize` has measured; None: not measured."
     why: Literal["requested", "runtime.json", "default"]
 
 
@@ -137,7 +139,11 @@ def chosen(
         reason = str(error)
     if reason is None:
         return RuntimeChoice(
-            runtime=value["runtime"], batch_tokens=value["batch_tokens"], threads=value["threads"], why="runtime.json"
+            runtime=value["runtime"],
+            batch_tokens=value["batch_tokens"],
+            threads=value["threads"],
+            rows_per_s=_rows_per_s(value.get("measured")),
+            why="runtime.json",
         )
     instead = default_runtime(folder, task, device)
     log.warning(
@@ -199,6 +205,14 @@ def _read(path: Path) -> dict[str, Any]:
         if type(value.get(name)) is not int or value[name] < 1:
             raise DataError(f"{name} is not an integer of 1 or more; the file is damaged")
     return value
+
+
+def _rows_per_s(measured: Any) -> float | None:
+    """Return the speed of the chosen candidate, if the file has it."""
+    candidates = measured if isinstance(measured, list) else []
+    chosen = next((one for one in candidates if isinstance(one, dict) and one.get("verdict") == "chosen"), {})
+    rate = chosen.get("rows_per_s")
+    return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
 
 def _why_not(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.errors import UsageError
-from torchlake.optimization.texts import MeasuredTexts, Reference, compare_texts, outside_texts
+from torchlake.optimization.texts import MeasuredTexts, ReferenceTexts, compare_texts, outside_texts
 
 PROMPTS = ["the film", "a", "the plot of this movie is", "good", "not a film , but a story", "we", "it was", "a"]
 
@@ -34,7 +35,7 @@ def measured(texts: list[str | None], log_probs: list[float] | None) -> Measured
     )
 
 
-REFERENCE = Reference(
+REFERENCE = ReferenceTexts(
     texts=["abcd", "efgh", None, "ijkl"], tokens=np.array([10, 10, 0, 20]), log_probs=np.array([-5.0, -5.0, 0.0, -10.0])
 )
 
@@ -76,7 +77,9 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(model: Path, tmp_path: Path) -> None:
+def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     table = pa.table({"text": PROMPTS})
     pq.write_table(table, tmp_path / "prompts.parquet")
     runtimes = ["eager", "ctranslate2", "onnx"]
@@ -92,8 +95,22 @@ def test_what_writes_fastest_and_agrees_is_chosen_and_predict_uses_it(model: Pat
     assert choice["runtime"] == done.runtime
     assert choice["task"] == "text_generation"
     out = tmp_path / "out"
-    record = tl.predict(model, tmp_path / "prompts.parquet", out, max_new_tokens=6, engine=tiny.Here()).record
+    with caplog.at_level("INFO"):
+        record = tl.predict(model, tmp_path / "prompts.parquet", out, max_new_tokens=6, engine=tiny.Here()).record
+    assert "8 rows take about 0 minutes here" in caplog.text
     assert (record["provenance"]["runtime"], record["provenance"]["runtime_by"]) == (done.runtime, "runtime.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_encoder_decoders_are_measured_too(kind: Literal["bart", "t5"], tmp_path: Path) -> None:
+    model = tiny.build_encoder_decoder(tmp_path / "model", kind=kind)
+    done = tl.optimize(
+        model, pa.table({"text": PROMPTS}), runtimes=["ctranslate2"], max_new_tokens=5, engine=tiny.Here()
+    )
+    (found,) = {one.runtime: one for one in done.candidates if one.runtime == "ctranslate2"}.values()
+    assert found.agreement == 1.0
+    assert found.nats is None or abs(found.nats) < 1e-4
 
 
 def test_a_choice_that_cannot_write_so_costs_speed_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
