@@ -215,6 +215,22 @@ def command_line_models_page() -> Iterator[str]:
     yield from _commands(of_models=True)
 
 
+def command_line_writing_page() -> Iterator[str]:
+    """The options of text generation, which several commands have."""
+    yield "# Command line: writing"
+    yield ""
+    yield "Options of [`predict` and `evaluate`](command-line-models.md) for models that write; how-to:"
+    yield "[write with a language model](../how-to/writing.md)."
+    yield ""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [param for command in commands.values() for param in command.params if _writes(param)]
+    yield from table(("option", "meaning"), dict.fromkeys(_option(param) for param in options))
+
+
+def _writes(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == "Text generation"
+
+
 def _commands(*, of_models: bool) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
@@ -222,11 +238,13 @@ def _commands(*, of_models: bool) -> Iterator[str]:
             continue
         text, _, example = (command.help or "").partition("\n\n\b\nExample:\n")
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
-        rows = [_option(param) for param in command.params if not param.hidden]
+        rows = [_option(param) for param in command.params if not (param.hidden or _writes(param))]
         rows = [row for row in rows if row[0] not in {f"`{flag}`" for flag in ("--json", "--quiet", "--verbose")}]
         if rows:
             yield ""
             yield from table(("argument or option", "meaning"), rows)
+        if any(map(_writes, command.params)):
+            yield from ("", "Its options for text generation: [writing](command-line-writing.md).")
         if command.epilog:
             yield from ("", *command.epilog.split("\n"))
 
@@ -516,6 +534,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job-train.md": job_train_page,
     "command-line.md": command_line_page,
     "command-line-models.md": command_line_models_page,
+    "command-line-writing.md": command_line_writing_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
     "encoders.md": encoders_page,

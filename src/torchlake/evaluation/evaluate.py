@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
@@ -33,7 +34,6 @@ from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
 from torchlake.evaluation.writing import estimator
-from torchlake.jobs.options import refuse_unknown
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
@@ -142,9 +142,10 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
+    check_arguments(options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     own, reading = model_folder(model), read_options(read)
+    scratch: Any = partial(tempfile.TemporaryDirectory, prefix="torchlake-evaluate-", ignore_cleanup_errors=True)
     if is_frame(table):
         reading.refuse_for_frames()
     spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
@@ -155,12 +156,10 @@ def evaluate(
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
         spec = with_columns(spec, own, text=text, inputs=inputs)
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
-        with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-            score = partial(predicting.predict, model, **options_of)
-            found = measure_pairs(
-                score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
-            )
-        return _of_pairs(*found)
+        score = partial(predicting.predict, model, **options_of)
+        columns: Any = {"text": spec.text, "text_pair": text_pair, "label": label}
+        with scratch() as folder:
+            return _of_pairs(*measure_pairs(score, table, Path(folder), **columns, read=read))
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
         return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading))
     if reference is not None:
@@ -176,7 +175,7 @@ def evaluate(
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
         return _of_texts(model, table, spec, engine, runtime, reading)
     spec = replace(spec, label=label or spec.label)
-    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+    with scratch() as folder:
         predict = partial(
             predicting.predict,
             model,
@@ -372,7 +371,7 @@ def _measure_classes(
 def _encoded(task: Any, labels: pa.Array, spec: TaskSpec) -> pa.Array:
     """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
 
-    Raises DataError for labels that the model does not know, or that are no text.
+    Raises DataError for labels that the model does not know.
     """
     if not task.generates:
         encoded: pa.Array = task.encode_labels(labels, spec)
