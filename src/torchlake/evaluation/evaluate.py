@@ -145,7 +145,6 @@ def evaluate(
     check_arguments(options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     own, reading = model_folder(model), read_options(read)
-    scratch: Any = partial(tempfile.TemporaryDirectory, prefix="torchlake-evaluate-", ignore_cleanup_errors=True)
     if is_frame(table):
         reading.refuse_for_frames()
     spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
@@ -158,7 +157,7 @@ def evaluate(
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
         score = partial(predicting.predict, model, **options_of)
         columns: Any = {"text": spec.text, "text_pair": text_pair, "label": label}
-        with scratch() as folder:
+        with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
             return _of_pairs(*measure_pairs(score, table, Path(folder), **columns, read=read))
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
         return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading))
@@ -174,8 +173,14 @@ def evaluate(
         if not plugins.load("tasks", spec.task).packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
         return _of_texts(model, table, spec, engine, runtime, reading)
-    spec = replace(spec, label=label or spec.label)
-    with scratch() as folder:
+    return _of_labeled(model, table, replace(spec, label=label or spec.label), engine, runtime, read)
+
+
+def _of_labeled(
+    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None, read: Any
+) -> Evaluation:
+    """Return the metrics of predictions beside labels; `read` are the caller's options of reading."""
+    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
             predicting.predict,
             model,
@@ -195,7 +200,7 @@ def evaluate(
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                labels, reasons = _stored_labels(stored, spec, reading, (engine or Local()).spread)
+                labels, reasons = _stored_labels(stored, spec, read_options(read), (engine or Local()).spread)
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, labels, reasons, spec)
