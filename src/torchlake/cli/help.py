@@ -23,7 +23,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, on which --logprobs may stand alone."""
         alone = [
-            word == "--logprobs" and after not in LOGPROBS for word, after in zip(args, [*args[1:], ""], strict=True)
+            word == "--logprobs" and after not in LOGPROBS for word, after in zip(args, [*args, ""][1:], strict=True)
         ]
         words = [f"{word}={LOGPROBS[0]}" if default else word for word, default in zip(args, alone, strict=True)]
         return super().parse_args(ctx, words)

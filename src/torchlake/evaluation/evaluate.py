@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.config.task_spec import as_columns
 from torchlake.data.features import as_matrix, from_arrow
@@ -46,7 +47,6 @@ from torchlake.evaluation.sections.hints import KINDS, hints_of, refuse_trained
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import RowColumns, kind_of, scored_parts, stored_name, write_rows, write_table
 from torchlake.evaluation.writing import estimator
-from torchlake.jobs.options import refuse_unknown
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.folders import model_hash
 from torchlake.models.load import Label, TaskSpec, model_folder
@@ -164,7 +164,7 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
+    check_arguments(options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     writing = {name: value for name, value in options.items() if name not in (*read, *OF_REPORT, "report")}
     own, reading, request = model_folder(model), read_options(read), ReportRequest.of(options)
@@ -506,7 +506,7 @@ def _measure_classes(
 def _encoded(task: Any, labels: pa.Array, spec: TaskSpec) -> pa.Array:
     """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
 
-    Raises DataError for labels that the model does not know, or that are no text.
+    Raises DataError for labels that the model does not know.
     """
     if not task.generates:
         encoded: pa.Array = task.encode_labels(labels, spec)
