@@ -240,7 +240,7 @@ class ServerProcess(uvicorn.Server):
         """Close the sockets, but first accept who waits there: the system would reset these connections."""
         waiting: list[socket.socket] = []
         for one in sockets:
-            with contextlib.suppress(OSError):  # BlockingIOError: nobody waits
+            with contextlib.suppress(OSError):  # BlockingIOError: there is none
                 while True:
                     waiting.append(one.accept()[0])
         for server in self.servers:
