@@ -205,7 +205,12 @@ class Model:
         late = None
         if patience is not None:
             message = f"no answer began within {patience:g} seconds"
-            late = loop.call_later(patience, lambda: call.waits and call.end(TimeoutError(message)))
+
+            def give_up() -> None:
+                if call.waits:
+                    call.end(TimeoutError(message))
+
+            late = loop.call_later(patience, give_up)
         try:
             return _answered(call, await asyncio.wrap_future(call.future), seconds)
         finally:

@@ -70,7 +70,7 @@ class ServerMetrics:
         registry = self.registry
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             registry = CollectorRegistry()
-            MultiProcessCollector(registry)
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         # The client adds _total to the names of counters, and times of creation; TEI, and its dashboards, have neither.
         text = re.sub(rb"(?m)^(# \w+ )?\w+_created\b.*\n", b"", generate_latest(registry))
         return re.sub(rb"_total(?=[ {])", b"", text)

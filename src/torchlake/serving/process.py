@@ -427,7 +427,7 @@ def _allow_many_files() -> None:
 
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
     """Deploy the app by an engine, and wait for a signal."""
-    made = make_engine(engine, options.processes) if isinstance(engine, str) else engine
+    made: Any = make_engine(engine, options.processes) if isinstance(engine, str) else engine
     if not hasattr(made, "serve"):
         raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
     folder = folders.model_folder(model).absolute()  # replicas may run in another folder

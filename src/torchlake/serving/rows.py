@@ -111,10 +111,8 @@ def _from_json(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
     if form == "dataframe_records" or (value and isinstance(value[0], dict)):
         return _records(form, value, spec)
     if len(spec.input_columns) > 1:
-        names = ", ".join(spec.input_columns)
-        raise Refused(
-            400, f"{form}: this model reads several columns; each row must be an object with {names}", field=form
-        )
+        wanted = ", ".join(spec.input_columns)
+        raise Refused(400, f"{form}: this model reads several columns; each row must be an object with {wanted}")
     wrong = next((row for row, each in enumerate(value) if isinstance(each, dict)), None)
     if wrong is not None:
         raise Refused(400, f"{form}, row {wrong}: an object, where the rows before it are single values", field=form)

@@ -103,7 +103,7 @@ class RootBody(TruncatingBody):
 
 def routes() -> list[tuple[str, str, Any, Any]]:
     """Return path, method, handler and schema of the body of each route."""
-    posted = [
+    posted: list[tuple[str, Any, type[Body]]] = [
         ("/predict", predict, PredictBody),
         ("/embed", embed, EmbedBody),
         ("/rerank", rerank, RerankBody),
@@ -151,8 +151,9 @@ async def embed(request: Request) -> Response:
 
 async def _embed(used: ServedRequest, body: EmbedBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    options = {"normalize": body.normalize is not False, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
-    return reply(await embedded(used, texts, "inputs", body, **options))
+    normalize, size = body.normalize is not False, body.dimensions
+    name = body.prompt_name
+    return reply(await embedded(used, texts, "inputs", body, normalize=normalize, dimensions=size, prompt_name=name))
 
 
 async def rerank(request: Request) -> Response:
@@ -315,8 +316,10 @@ def kind_of(folder: Path, spec: TaskSpec) -> dict[str, Any]:
     if spec.task == "feature_extraction":
         return {"embedding": {"pooling": "+".join(read_embedding(folder).poolings)}}
     names = _labels(spec) or ["LABEL_0"]
-    classes = {"id2label": {str(at): name for at, name in enumerate(names)}}
-    classes["label2id"] = {name: at for at, name in enumerate(names)}  # type: ignore[dict-item]
+    classes = {
+        "id2label": {str(at): name for at, name in enumerate(names)},
+        "label2id": {name: at for at, name in enumerate(names)},
+    }
     return {"reranker" if spec.text_pair is not None and spec.problem == "regression" else "classifier": classes}
 
 

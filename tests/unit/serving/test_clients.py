@@ -158,14 +158,16 @@ def test_mlflows_server_gives_the_same_answers(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
-    from mlflow.pyfunc import load_model, scoring_server
     from starlette.testclient import TestClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/store.db")
     mlflow.create_experiment("serving", artifact_location=str(tmp_path / "artifacts"))
     mlflow.set_experiment("serving")
-    theirs = TestClient(scoring_server.init(load_model(tl.log_model(tiny_model).model_uri)))
+    logged = tl.log_model(tiny_model)
+    from mlflow.pyfunc import load_model, scoring_server  # after log_model, which silences what the import warns of
+
+    theirs = TestClient(scoring_server.init(load_model(logged.model_uri)))
     texts = ["good film", "a bore", "", "good " * 200]
     bodies = [
         {"dataframe_split": {"columns": ["text"], "data": [[text] for text in texts]}},
@@ -192,11 +194,14 @@ def test_curl_sends_a_table(tiny_model: Path, tmp_path: Path) -> None:
     assert [row["error"] for row in json.loads(done.stdout)["predictions"]] == [None, None]
 
 
-def test_the_entry_point_of_the_image(tiny_model: Path) -> None:
+def test_the_entry_point_of_the_image(tiny_model: Path, tmp_path: Path) -> None:
     """The container's script, with the model in another folder than /opt/ml/model."""
     script = Path(__file__).parents[3] / "examples" / "serve" / "entrypoint.sh"
     port = free_port()
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = tmp_path / "torchlake"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchlake "$@"\n')
+    command.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
     environment = {
         **os.environ,
         "MODEL": str(tiny_model),

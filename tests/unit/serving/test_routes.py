@@ -303,7 +303,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.none() | ANY_TEXT | st.sampled_from(TEXTS), max_size=12))
 def test_any_texts_have_the_answers_of_a_call(classes: Running, texts: list[str | None]) -> None:
     body, headers = json.dumps({"inputs": texts}), {"content-type": "application/json"}
@@ -311,7 +311,7 @@ def test_any_texts_have_the_answers_of_a_call(classes: Running, texts: list[str 
     assert near(response.json()["predictions"], classes.service.model(texts))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(["/invocations", "/predict", "/embed", "/rerank", "/tokenize", "/", "/v1/embeddings"]),
     body=JSON,
