@@ -21,7 +21,7 @@ import torchlake as tl
 from serving_runs import Running, free_port, running, until
 from torchlake.models.write import quiet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")]
 HEADS = {
     "token_classification": ("BertForTokenClassification", {0: "O", 1: "B-PER", 2: "I-PER"}),
     "question_answering": ("BertForQuestionAnswering", {}),
