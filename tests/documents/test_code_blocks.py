@@ -44,7 +44,10 @@ ON_S3 = {"docs/how-to/object-storage.md"}
 ON_HUB = {"docs/how-to/hub.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {f"docs/how-to/{name}.md" for name in ("evaluating", "export", "outputs", "queries", "scoring", "selecting")}
+SCORED = {
+    f"docs/how-to/{name}.md"
+    for name in ("evaluating", "export", "outputs", "queries", "scoring", "selecting", "serving")
+}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
