@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,6 +183,21 @@ def test_mlflows_server_gives_the_same_answers(
             for one, two in zip(own.json()["predictions"], other.json()["predictions"], strict=True):
                 assert one["score"] == pytest.approx(two["score"] if two["score"] == two["score"] else None, abs=1e-5)
                 assert {**one, "score": None} == {**two, "score": None}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_shows_an_answer_and_text_as_text(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, page=True) as server:
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--window-size=375,800", "--virtual-time-budget=8000", "--dump-dom"]
+        url = f"{server.url}/?text=%3Cscript%3Ealert(1)%3C/script%3E good"
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
+        assert "<th>label</th>" in done.stdout
+        assert '<div class="bar"' in done.stdout
+        assert "&lt;script&gt;alert(1)&lt;/script&gt; good" in done.stdout
+        assert "<script>alert(1)" not in done.stdout
+    text = (Path(tl.__file__).parent / "serving" / "page.html").read_text()
+    assert re.findall(r"https?://|//cdn|@import", text) == []
 
 
 def test_curl_sends_a_table(tiny_model: Path, tmp_path: Path) -> None:
