@@ -6,6 +6,11 @@ Run by `serving.py` in the peer's own environment (`python FILE NAME MODEL PORT`
 import sys
 from typing import Any
 
+try:
+    import litserve
+except ImportError:  # the other peers do not need it
+    litserve = None
+
 
 def sentence_fastapi(model: str, port: int) -> None:
     """sentence-transformers in FastAPI: a function without async, which runs in the pool of threads."""
@@ -27,33 +32,36 @@ def sentence_fastapi(model: str, port: int) -> None:
     uvicorn.run(app, port=port, log_level="error")
 
 
-def litserve(model: str, port: int) -> None:
+class Api(litserve.LitAPI if litserve else object):  # type: ignore[misc]
+    """LitServe's class of a model; its processes import it from this module."""
+
+    def setup(self, device: str) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self.encoder = SentenceTransformer(sys.argv[2], device="cpu")
+
+    def decode_request(self, request: dict[str, Any]) -> Any:
+        return request["inputs"]
+
+    def batch(self, inputs: list[Any]) -> list[Any]:
+        return list(inputs)
+
+    def predict(self, texts: list[str]) -> Any:
+        return self.encoder.encode(texts, show_progress_bar=False).tolist()
+
+    def unbatch(self, output: Any) -> Any:
+        return list(output)
+
+    def encode_response(self, output: Any) -> Any:
+        return [output]
+
+
+def with_litserve(model: str, port: int) -> None:
     """LitServe over sentence-transformers: batches of at most 64 that wait 2 ms."""
-    import litserve as ls
-    from sentence_transformers import SentenceTransformer
-
-    class Api(ls.LitAPI):  # type: ignore[misc]
-        def setup(self, device: str) -> None:
-            self.encoder = SentenceTransformer(model, device="cpu")
-
-        def decode_request(self, request: dict[str, Any]) -> Any:
-            return request["inputs"]
-
-        def batch(self, inputs: list[Any]) -> list[Any]:
-            return list(inputs)
-
-        def predict(self, texts: list[str]) -> Any:
-            return self.encoder.encode(texts, show_progress_bar=False).tolist()
-
-        def unbatch(self, output: Any) -> Any:
-            return list(output)
-
-        def encode_response(self, output: Any) -> Any:
-            return [output]
-
-    server = ls.LitServer(Api(max_batch_size=64, batch_timeout=0.002, api_path="/embed"), accelerator="cpu")
+    api = Api(max_batch_size=64, batch_timeout=0.002, api_path="/embed")
+    server = litserve.LitServer(api, accelerator="cpu")
     server.run(port=port, host="127.0.0.1", generate_client_file=False, log_level="error")
 
 
 if __name__ == "__main__":
-    {"sentence_fastapi": sentence_fastapi, "litserve": litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    {"sentence_fastapi": sentence_fastapi, "litserve": with_litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

@@ -114,7 +114,7 @@ def seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 async def load(port: int, connections: int, texts: list[str]) -> tuple[int, list[float]]:
-    """Send each text once over so many connections; return the bytes of a reply, and the seconds of each answer."""
+    """Send each text once over a number of connections; return the bytes of a reply, and the seconds of each answer."""
     left, size, waits = list(reversed(texts)), 0, []
     import json
 

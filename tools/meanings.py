@@ -63,6 +63,7 @@ raised, such as `ValueError`."""
 REASONS = {
     "null_input": "has no text. `--null score` scores it as an empty string.",
     "bad_number": "has a value that is not a finite number in a column of numbers; only for tasks with such columns.",
+    "too_long": "has more tokens than the model reads; only of a server with `--no-truncate`.",
     "bad_utf8": "has bytes that are not UTF-8.",
     "bad_csv": "is a malformed line of a CSV file.",
     "bad_json": "is a malformed line of a JSON lines file, or has a value whose type is not that of its column.",

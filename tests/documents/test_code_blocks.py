@@ -46,7 +46,7 @@ QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
 SCORED = {
     f"docs/how-to/{name}.md"
-    for name in ("comparing", "errors", "evaluating", "export", "outputs", "queries", "scoring", "selecting")
+    for name in ("comparing", "errors", "evaluating", "export", "outputs", "queries", "scoring", "selecting", "serving")
 }
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}

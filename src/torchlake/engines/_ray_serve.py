@@ -53,7 +53,7 @@ def deploy(
     host, port = address
     serve.start(http_options={"host": host, "port": port})
     try:
-        deployment = serve.deployment(
+        deployment: Any = serve.deployment(
             Replica,
             name=name,
             ray_actor_options={**share.options, "runtime_env": {"env_vars": share.variables}},

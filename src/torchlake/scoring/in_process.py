@@ -68,8 +68,8 @@ Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class View:
-    """What one call reads or gets in another way than the model was loaded for."""
+class CallOptions:
+    """What is different for one call from what the model was loaded for."""
 
     task_options: Mapping[str, Any] = field(default_factory=dict)
     all_probabilities: bool | None = None
@@ -87,7 +87,7 @@ class View:
         return repr((sorted(self.task_options.items()), self.all_probabilities, self.raw))
 
 
-AS_LOADED = View()
+AS_LOADED = CallOptions()
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
 
 
@@ -179,7 +179,7 @@ class Model:
         checked_input(self._settings, self.spec, table.schema, "the frame" if is_frame(texts) else "the rows")
         return table.select(list(self.spec.input_columns)), unreadable
 
-    def score(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> Answered:
+    def score(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> Answered:
         """Score the rows of a table, which has the model's columns, together with those of other callers."""
         call, seconds = self.read(table, unreadable, view)
         self.batcher.submit(call)
@@ -189,7 +189,12 @@ class Model:
             call.future.cancel()  # for a caller that was interrupted
 
     async def ascore(
-        self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED, *, patience: float | None = None
+        self,
+        table: pa.Table,
+        unreadable: dict[int, str],
+        view: CallOptions = AS_LOADED,
+        *,
+        patience: float | None = None,
     ) -> Answered:
         """Score like `score`, without blocking the event loop.
 
@@ -202,14 +207,19 @@ class Model:
         late = None
         if patience is not None:
             message = f"no answer began within {patience:g} seconds"
-            late = loop.call_later(patience, lambda: call.waits and call.end(TimeoutError(message)))
+
+            def give_up() -> None:
+                if call.waits:
+                    call.end(TimeoutError(message))
+
+            late = loop.call_later(patience, give_up)
         try:
             return _answered(call, await asyncio.wrap_future(call.future), seconds)
         finally:
             if late is not None:
                 late.cancel()
 
-    def read(self, table: pa.Table, unreadable: dict[int, str], view: View = AS_LOADED) -> tuple[Call, float]:
+    def read(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> tuple[Call, float]:
         """Tokenize the rows of a table; return a call for the batcher, and the seconds that it took."""
         scorer = self._scorer
         if scorer is None:
@@ -253,14 +263,14 @@ class Model:
 
     def with_options(self, task_options: Mapping[str, Any]) -> TaskSpec:
         """Return the task with other options. Raises UsageError for those that it does not have."""
-        return _spec_of(self.spec, View(task_options=task_options))
+        return _spec_of(self.spec, CallOptions(task_options=task_options))
 
     @property
     def batch_tokens(self) -> int:
         """The tokens of a batch."""
         return 0 if self._scorer is None else self._scorer.batch_tokens
 
-    def failed(self, rows: int, reason: str, view: View = AS_LOADED) -> pa.Table:
+    def failed(self, rows: int, reason: str, view: CallOptions = AS_LOADED) -> pa.Table:
         """Return the answer of rows that all have the same error."""
         scorer = self._scorer
         if scorer is None:
@@ -325,7 +335,7 @@ class Model:
 
 def _compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
     """Return the answers of the rows of each call, computed together."""
-    view: View = parts[0][0].work[1]
+    view: CallOptions = parts[0][0].work[1]
     works = [_some(call.work[0], rows) for call, rows in parts]
     table = (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(joined(works))
     starts = np.cumsum([0, *(work.count for work in works)])
@@ -352,7 +362,7 @@ def _answered(call: Call, pieces: list[tuple[np.ndarray, Any]], seconds: float) 
     return Answered(table, call.tokens, seconds, call.started - call.arrived, call.ended - call.started)
 
 
-def _scorer_of(scorer: Scorer, view: View) -> Scorer:
+def _scorer_of(scorer: Scorer, view: CallOptions) -> Scorer:
     """Return a scorer with the same weights that answers in another way."""
     made = copy.copy(scorer)
     made.spec, made.raw = _spec_of(scorer.spec, view), view.raw
@@ -361,7 +371,7 @@ def _scorer_of(scorer: Scorer, view: View) -> Scorer:
     return made
 
 
-def _reader_of(reader: RowReader, view: View) -> RowReader:
+def _reader_of(reader: RowReader, view: CallOptions) -> RowReader:
     """Return a reader with the same tokenizer that reads in another way."""
     made = copy.copy(reader)
     made.spec = _spec_of(reader.spec, view)
@@ -377,7 +387,7 @@ def _reader_of(reader: RowReader, view: View) -> RowReader:
     return made
 
 
-def _spec_of(spec: TaskSpec, view: View) -> TaskSpec:
+def _spec_of(spec: TaskSpec, view: CallOptions) -> TaskSpec:
     if not view.task_options:
         return spec
     task = plugins.load("tasks", spec.task)

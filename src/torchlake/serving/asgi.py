@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
-import torchlake
 from torchlake import plugins
 from torchlake.errors import DataError, UsageError
 from torchlake.scoring.in_process import Model, load
 from torchlake.serving import openai, rows, tei
-from torchlake.serving.exchange import Exchange, Refused, as_refused, refusal, reply
+from torchlake.serving.exchange import Refused, ServedRequest, as_refused, refusal, reply
 from torchlake.serving.metrics import ServerMetrics
 from torchlake.serving.options import ServeOptions
 from torchlake.tables.arrays import from_strings
@@ -136,7 +136,7 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
     service = service_of(model, options or ServeOptions(), **load_options)
     made = FastAPI(
         title=f"torchlake: {service.name}",
-        version=torchlake.__version__,
+        version=version("torchlake"),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -210,7 +210,7 @@ async def _health(request: Request) -> Response:
 
 async def _version(request: Request) -> Response:
     """Return the version of torchlake."""
-    return Response(torchlake.__version__, media_type="text/plain")
+    return Response(version("torchlake"), media_type="text/plain")
 
 
 async def _metrics(request: Request) -> Response:
@@ -253,7 +253,7 @@ class Gate:
             return
         service = self.service
         service.ensure_watching()
-        used = scope["torchlake"] = Exchange(service, service.model)
+        used = scope["torchlake"] = ServedRequest(service, service.model)
         path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         own = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
@@ -272,7 +272,7 @@ class Gate:
             answer.status = 499
         except asyncio.CancelledError:
             if watch is not None and watch.done() and not service.over:
-                answer.status = 499  # the client has gone; nobody reads an answer
+                answer.status = 499  # the client has gone, and reads no answer
             elif service.over and not answer.status:
                 task.uncancel()
                 await refusal(path, Refused(503, "the server stops"))(scope, receive, answer.send)
@@ -293,7 +293,7 @@ class Gate:
             route = getattr(scope.get("route"), "path", "other")
             _record(service, used, route, scope["method"], answer)
 
-    def _admit(self, path: str, headers: dict[bytes, bytes], used: Exchange) -> None:
+    def _admit(self, path: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
         """Raise Refused for a request without the token, or while there is no room: before its body is read."""
         options, batcher = self.service.options, self.service.model.batcher
         if path not in self.open:
@@ -355,7 +355,7 @@ async def _replay() -> dict[str, Any]:
 class _Answer:
     """The answer to one request: its status, and the headers that all answers have."""
 
-    def __init__(self, service: Service, used: Exchange, own: bytes, send: Any) -> None:
+    def __init__(self, service: Service, used: ServedRequest, own: bytes, send: Any) -> None:
         self.service, self.used, self.own, self._send = service, used, own, send
         self.status, self.kind, self.close, self.complete = 0, "Validation", False, False
 
@@ -378,7 +378,7 @@ class _Answer:
         await self._send(message)
 
 
-def _record(service: Service, used: Exchange, route: str, method: str, answer: _Answer) -> None:
+def _record(service: Service, used: ServedRequest, route: str, method: str, answer: _Answer) -> None:
     """Count the request and write its line: no texts, and no values of headers but the id."""
     seconds = time.perf_counter() - used.began
     service.metrics.count(route, answer.status or 500, answer.kind, used, seconds)

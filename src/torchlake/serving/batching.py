@@ -4,7 +4,7 @@
 
 Nothing waits for company: a lone call starts at once, and calls that arrive meanwhile are the next batch. First come,
 first served: a call is served after those before it, and a call of more rows than the budget in several batches. A call
-that nobody waits for any more is dropped before it is computed. Cost beside `compute`: two switches of threads.
+whose caller has gone is dropped before it is computed. Cost beside `compute`: two switches of threads.
 """
 
 import threading

@@ -12,7 +12,7 @@ import orjson
 from starlette.responses import Response
 
 from torchlake.errors import DataError, TorchlakeError, UsageError
-from torchlake.scoring.in_process import AS_LOADED, Model, View
+from torchlake.scoring.in_process import AS_LOADED, CallOptions, Model
 from torchlake.serving.batching import RowTimeout
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 @dataclass
-class Exchange:
+class ServedRequest:
     """One request: what arrived, which model answers it, and what that cost."""
 
     service: "Service"
@@ -66,7 +66,7 @@ class Exchange:
             raise Refused(415, "content-type: expected application/json")
         return parse_json(self.body)
 
-    async def score(self, table: "pa.Table", unreadable: dict[int, str], view: View = AS_LOADED) -> "pa.Table":
+    async def score(self, table: "pa.Table", unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> "pa.Table":
         """Return the prediction columns of rows. Raises Refused if they are too many, or cannot be computed now."""
         options = self.service.options
         self.rows += len(table)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 if TYPE_CHECKING:
-    from torchlake.serving.exchange import Exchange
+    from torchlake.serving.exchange import ServedRequest
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -39,7 +39,7 @@ class ServerMetrics:
             "torchlake_model_info", "The loaded model.", ["sha"], registry=registry, multiprocess_mode="max"
         )
 
-    def count(self, route: str, status: int, kind: str, used: "Exchange", seconds: float) -> None:
+    def count(self, route: str, status: int, kind: str, used: "ServedRequest", seconds: float) -> None:
         """Count one request; `route` and `kind` have few values."""
         self.requests.labels(route).inc()
         if status < 400:
@@ -70,7 +70,7 @@ class ServerMetrics:
         registry = self.registry
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             registry = CollectorRegistry()
-            MultiProcessCollector(registry)
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         # The client adds _total to the names of counters, and times of creation; TEI, and its dashboards, have neither.
         text = re.sub(rb"(?m)^(# \w+ )?\w+_created\b.*\n", b"", generate_latest(registry))
         return re.sub(rb"_total(?=[ {])", b"", text)

@@ -7,7 +7,7 @@ import numpy as np
 from fastapi import Request
 from starlette.responses import Response
 
-from torchlake.serving.exchange import Exchange, Refused, reply
+from torchlake.serving.exchange import Refused, ServedRequest, reply
 from torchlake.serving.tei import Body, checked, embedded, schema_of
 
 TOKENS = "send texts; in LangChain set check_embedding_ctx_length=False"
@@ -30,7 +30,7 @@ def routes() -> list[tuple[str, str, Any, Any]]:
 
 async def embeddings(request: Request) -> Response:
     """Return the vectors of texts."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     body = checked(EmbeddingsBody, used.json())
     if body.model is not None and body.model not in used.service.names:
         raise Refused(404, f"model: this server has {used.service.name!r}", field="model", code="model_not_found")

@@ -240,7 +240,7 @@ class ServerProcess(uvicorn.Server):
         """Close the sockets, but first accept who waits there: the system would reset these connections."""
         waiting: list[socket.socket] = []
         for one in sockets:
-            with contextlib.suppress(OSError):  # BlockingIOError: nobody waits
+            with contextlib.suppress(OSError):  # BlockingIOError: there is none
                 while True:
                     waiting.append(one.accept()[0])
         for server in self.servers:
@@ -427,7 +427,7 @@ def _allow_many_files() -> None:
 
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
     """Deploy the app by an engine, and wait for a signal."""
-    made = make_engine(engine, options.processes) if isinstance(engine, str) else engine
+    made: Any = make_engine(engine, options.processes) if isinstance(engine, str) else engine
     if not hasattr(made, "serve"):
         raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
     folder = folders.model_folder(model).absolute()  # replicas may run in another folder

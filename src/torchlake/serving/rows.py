@@ -19,9 +19,9 @@ from starlette.responses import Response
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import TorchlakeError
-from torchlake.scoring.in_process import View
+from torchlake.scoring.in_process import CallOptions
 from torchlake.scoring.options import checked_input
-from torchlake.serving.exchange import Exchange, Refused, parse_json, reply
+from torchlake.serving.exchange import Refused, ServedRequest, parse_json, reply
 from torchlake.tables.arrays import from_strings
 from torchlake.tasks import NUMBER, TEXT
 from torchlake.tasks._inputs import columns_of
@@ -59,7 +59,7 @@ SCHEMA = {
 
 async def invocations(request: Request) -> Response:
     """Return a row of predictions, or with an error, for each row of the request."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     spec, options = used.model.spec, used.service.options
     read = {
         "application/json": _from_json,
@@ -75,7 +75,7 @@ async def invocations(request: Request) -> Response:
         checked_input(used.model._settings, spec, table.schema, "the request")
     except TorchlakeError as error:
         raise Refused(400, str(error)) from None
-    view = View(truncate=options.truncate)
+    view = CallOptions(truncate=options.truncate)
     answers = await used.score(table.select(list(spec.input_columns)), unreadable, view)
     return reply({"predictions": answers.to_pylist()})
 
@@ -111,10 +111,8 @@ def _from_json(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
     if form == "dataframe_records" or (value and isinstance(value[0], dict)):
         return _records(form, value, spec)
     if len(spec.input_columns) > 1:
-        names = ", ".join(spec.input_columns)
-        raise Refused(
-            400, f"{form}: this model reads several columns; each row must be an object with {names}", field=form
-        )
+        wanted = ", ".join(spec.input_columns)
+        raise Refused(400, f"{form}: this model reads several columns; each row must be an object with {wanted}")
     wrong = next((row for row, each in enumerate(value) if isinstance(each, dict)), None)
     if wrong is not None:
         raise Refused(400, f"{form}, row {wrong}: an object, where the rows before it are single values", field=form)

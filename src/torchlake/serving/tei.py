@@ -1,12 +1,13 @@
 """The routes of Text Embeddings Inference that classify, embed and rank, and `POST /`, which InferenceClient calls.
 
-A text is a string. For a model of pairs `["a", "b"]` is one pair and `[["a", "b"], ...]` a batch; for a model of one
-text a flat list is a batch. A text that cannot be scored refuses the request; `/invocations` answers row by row.
+Texts are strings. For a model of pairs `["a", "b"]` is one pair and `[["a", "b"], ...]` a batch; for a model of single
+texts a flat list is a batch. Text that cannot be scored refuses the request; `/invocations` answers row by row.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,14 +17,13 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.responses import Response
 
-import torchlake
 from torchlake import plugins
 from torchlake.config.model_files.embedding import PROMPTS, read_embedding
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.errors import UsageError
-from torchlake.scoring.in_process import View
+from torchlake.scoring.in_process import CallOptions
 from torchlake.scoring.rank import score_column
-from torchlake.serving.exchange import Exchange, Refused, reply
+from torchlake.serving.exchange import Refused, ServedRequest, reply
 from torchlake.serving.rows import as_texts
 
 QUESTION_OPTIONS = {
@@ -103,7 +103,7 @@ class RootBody(TruncatingBody):
 
 def routes() -> list[tuple[str, str, Any, Any]]:
     """Return path, method, handler and schema of the body of each route."""
-    posted = [
+    posted: list[tuple[str, Any, type[Body]]] = [
         ("/predict", predict, PredictBody),
         ("/embed", embed, EmbedBody),
         ("/rerank", rerank, RerankBody),
@@ -136,7 +136,7 @@ def checked(kind: type[Checked], value: Any) -> Checked:
 
 async def predict(request: Request) -> Response:
     """Return each class with its score, best first: of one text a list, of a batch a list of lists."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     body = checked(PredictBody, used.json())
     rows, single = _rows(used.model.spec, body.inputs)
     answers = await _classes(used, rows, _view(used, body, raw=body.raw_scores))
@@ -145,19 +145,20 @@ async def predict(request: Request) -> Response:
 
 async def embed(request: Request) -> Response:
     """Return a vector for each text."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     return await _embed(used, checked(EmbedBody, used.json()))
 
 
-async def _embed(used: Exchange, body: EmbedBody) -> Response:
+async def _embed(used: ServedRequest, body: EmbedBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    options = {"normalize": body.normalize is not False, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
-    return reply(await embedded(used, texts, "inputs", body, **options))
+    normalize, size = body.normalize is not False, body.dimensions
+    name = body.prompt_name
+    return reply(await embedded(used, texts, "inputs", body, normalize=normalize, dimensions=size, prompt_name=name))
 
 
 async def rerank(request: Request) -> Response:
     """Return the texts' positions and scores for a query, best first."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     body, spec = checked(RerankBody, used.json()), used.model.spec
     try:
         column = score_column(spec, None, used.service.name)
@@ -177,11 +178,11 @@ async def rerank(request: Request) -> Response:
 
 async def similarity(request: Request) -> Response:
     """Return the cosine of each sentence with the source sentence."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     return await _similar(used, checked(SimilarityBody, used.json()))
 
 
-async def _similar(used: Exchange, body: SimilarityBody) -> Response:
+async def _similar(used: ServedRequest, body: SimilarityBody) -> Response:
     source, sentences = body.inputs.get("source_sentence"), body.inputs.get("sentences")
     if not isinstance(source, str) or not isinstance(sentences, list) or not sentences:
         raise Refused(
@@ -194,7 +195,7 @@ async def _similar(used: Exchange, body: SimilarityBody) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """Return the tokens of each text, with their places in it."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     body = checked(TokenizeBody, used.json())
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if len(texts) > used.service.options.max_rows:
@@ -205,7 +206,7 @@ async def tokenize(request: Request) -> Response:
 
 async def root(request: Request) -> Response:
     """Answer as Hugging Face's InferenceClient expects it of the model's task."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     given, task = used.json(), used.model.spec.task
     if task == "feature_extraction":
         if isinstance(given, dict) and isinstance(given.get("inputs"), dict):
@@ -218,7 +219,7 @@ async def root(request: Request) -> Response:
     return reply(await answer.get(task, _all_classes)(used, body.inputs, options, view))
 
 
-async def _all_classes(used: Exchange, inputs: Any, options: dict[str, Any], view: Any) -> Any:
+async def _all_classes(used: ServedRequest, inputs: Any, options: dict[str, Any], view: Any) -> Any:
     top, function = options.pop("top_k", None), options.pop("function_to_apply", None)
     _refuse_rest(options)
     if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
@@ -231,7 +232,7 @@ async def _all_classes(used: Exchange, inputs: Any, options: dict[str, Any], vie
     return [each[:top] for each in answers]
 
 
-async def _named(used: Exchange, inputs: Any, options: dict[str, Any], view: Any) -> Any:
+async def _named(used: ServedRequest, inputs: Any, options: dict[str, Any], view: Any) -> Any:
     names = ("candidate_labels", "hypothesis_template", "multi_label")
     given = {name: options.pop(name) for name in names if name in options}
     _refuse_rest(options)
@@ -245,7 +246,7 @@ async def _named(used: Exchange, inputs: Any, options: dict[str, Any], view: Any
     return answers[0] if single else answers
 
 
-async def _spans(used: Exchange, inputs: Any, options: dict[str, Any], view: Any) -> Any:
+async def _spans(used: ServedRequest, inputs: Any, options: dict[str, Any], view: Any) -> Any:
     if options.pop("aggregation_strategy", "first") not in AGGREGATIONS:
         known = " and ".join(AGGREGATIONS)
         raise Refused(422, f"parameters.aggregation_strategy: this server has {known}", field="aggregation_strategy")
@@ -264,7 +265,7 @@ async def _spans(used: Exchange, inputs: Any, options: dict[str, Any], view: Any
     return found[0] if single else found
 
 
-async def _answers(used: Exchange, inputs: Any, options: dict[str, Any], view: Any) -> Any:
+async def _answers(used: ServedRequest, inputs: Any, options: dict[str, Any], view: Any) -> Any:
     if options.pop("top_k", 1) != 1:
         raise Refused(422, "parameters.top_k: a question has one answer", field="top_k")
     given = {QUESTION_OPTIONS[name]: options.pop(name) for name in list(options) if name in QUESTION_OPTIONS}
@@ -284,7 +285,7 @@ async def _answers(used: Exchange, inputs: Any, options: dict[str, Any], view: A
 
 async def info(request: Request) -> Response:
     """Return what is served, under TEI's names; torchlake's own facts are under `torchlake`."""
-    used: Exchange = request.scope["torchlake"]
+    used: ServedRequest = request.scope["torchlake"]
     service, model = used.service, used.model
     options, spec = service.options, model.spec
     facts = {"task": spec.task, "problem": spec.problem, "columns": list(spec.input_columns), "runtime": model.runtime}
@@ -302,7 +303,7 @@ async def info(request: Request) -> Response:
             "max_client_batch_size": options.max_rows,
             "auto_truncate": options.truncate,
             "tokenization_workers": 1,
-            "version": torchlake.__version__,
+            "version": version("torchlake"),
             "sha": None,
             "docker_label": None,
             "torchlake": {**facts, "weights_sha": model.sha, "task_sha": service.task_sha},
@@ -315,8 +316,10 @@ def kind_of(folder: Path, spec: TaskSpec) -> dict[str, Any]:
     if spec.task == "feature_extraction":
         return {"embedding": {"pooling": "+".join(read_embedding(folder).poolings)}}
     names = _labels(spec) or ["LABEL_0"]
-    classes = {"id2label": {str(at): name for at, name in enumerate(names)}}
-    classes["label2id"] = {name: at for at, name in enumerate(names)}  # type: ignore[dict-item]
+    classes = {
+        "id2label": {str(at): name for at, name in enumerate(names)},
+        "label2id": {name: at for at, name in enumerate(names)},
+    }
     return {"reranker" if spec.text_pair is not None and spec.problem == "regression" else "classifier": classes}
 
 
@@ -330,7 +333,7 @@ def prompts_of(folder: Path) -> dict[str, str]:
 
 
 async def embedded(
-    used: Exchange,
+    used: ServedRequest,
     texts: Sequence[Any],
     field: str,
     body: TruncatingBody = TruncatingBody(),
@@ -357,7 +360,7 @@ async def embedded(
     return np.ascontiguousarray(vectors)
 
 
-def _prompt(used: Exchange, name: str | None) -> str | None:
+def _prompt(used: ServedRequest, name: str | None) -> str | None:
     if name is None:
         return None
     prompts = used.service.prompts
@@ -369,13 +372,13 @@ def _prompt(used: Exchange, name: str | None) -> str | None:
 
 
 def _view(
-    used: Exchange, body: TruncatingBody, *, raw: bool = False, all_probabilities: bool | None = True, **more: Any
-) -> View:
+    used: ServedRequest, body: TruncatingBody, *, raw: bool = False, all_probabilities: bool | None = True, **more: Any
+) -> CallOptions:
     side = body.truncation_direction
     cut = used.service.options.truncate if body.truncate is None else body.truncate
     if all_probabilities and not hasattr(plugins.load("tasks", used.model.spec.task), "probability_names"):
         all_probabilities = None
-    return View(
+    return CallOptions(
         raw=raw, all_probabilities=all_probabilities, truncate=cut, truncation_side=side and side.lower(), **more
     )
 
@@ -400,7 +403,7 @@ def _rows(spec: TaskSpec, inputs: Any) -> tuple[list[tuple[Any, ...]], bool]:
     return [tuple(row) for row in rows], False
 
 
-async def _scored(used: Exchange, rows: Sequence[tuple[Any, ...]], field: str, view: View) -> pa.Table:
+async def _scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: str, view: CallOptions) -> pa.Table:
     """Return the prediction columns of rows. Raises Refused if there are none, and for one that cannot be scored."""
     if not rows:
         raise Refused(400, f"{field}: is empty", field=field)
@@ -428,9 +431,9 @@ async def _scored(used: Exchange, rows: Sequence[tuple[Any, ...]], field: str, v
 
 
 async def _classes(
-    used: Exchange,
+    used: ServedRequest,
     rows: Sequence[tuple[Any, ...]],
-    view: View,
+    view: CallOptions,
     function: str | None = None,
     spec: TaskSpec | None = None,
 ) -> list[list[dict[str, Any]]]:

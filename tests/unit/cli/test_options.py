@@ -15,6 +15,18 @@ ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
 TABLES = frozenset({"--input", "--csv"})
 COLUMNS = frozenset({"--text", "--text-pair", "--inputs"})
+LOADING = frozenset(
+    {
+        "--text-pair",
+        "--task",
+        "--task-option",
+        "--runtime",
+        "--all-probabilities",
+        "--null",
+        "--max-length",
+        "--batch-tokens",
+    }
+)
 OPTIONS = {
     "init": frozenset({"--text", "--text-pair", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
@@ -122,6 +134,32 @@ OPTIONS = {
     )
     | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
+    "serve": LOADING
+    | frozenset(
+        {
+            "--host",
+            "--port",
+            "--processes",
+            "--name",
+            "--max-body",
+            "--max-rows",
+            "--max-requests",
+            "--max-queued-tokens",
+            "--queue-timeout",
+            "--row-timeout",
+            "--read-timeout",
+            "--drain-delay",
+            "--drain-timeout",
+            "--no-truncate",
+            "--reload",
+            "--api-key-file",
+            "--open-metrics",
+            "--allow-origin",
+            "--engine",
+            "--set",
+        }
+    ),
+    "try": LOADING | frozenset({"--host", "--port"}),
     "verify": frozenset({"--processes", "--engine", "--set"}),
     "export": frozenset({"--format", "--pooling"}),
     "report": frozenset(set()),
@@ -141,6 +179,8 @@ ARGUMENTS = {
     "launch": ["target", "arguments"],
     "verify": ["output"],
     "export": ["model", "folder"],
+    "serve": ["model"],
+    "try": ["model"],
     "report": ["run"],
 }
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

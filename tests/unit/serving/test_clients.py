@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torchlake as tl
 from serving_runs import Running, free_port, running, until
 from torchlake.models.write import quiet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")]
 HEADS = {
     "token_classification": ("BertForTokenClassification", {0: "O", 1: "B-PER", 2: "I-PER"}),
     "question_answering": ("BertForQuestionAnswering", {}),
@@ -158,14 +159,16 @@ def test_mlflows_server_gives_the_same_answers(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
-    from mlflow.pyfunc import load_model, scoring_server
     from starlette.testclient import TestClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/store.db")
     mlflow.create_experiment("serving", artifact_location=str(tmp_path / "artifacts"))
     mlflow.set_experiment("serving")
-    theirs = TestClient(scoring_server.init(load_model(tl.log_model(tiny_model).model_uri)))
+    logged = tl.log_model(tiny_model)
+    from mlflow.pyfunc import load_model, scoring_server  # after log_model, which silences what the import warns of
+
+    theirs = TestClient(scoring_server.init(load_model(logged.model_uri)))
     texts = ["good film", "a bore", "", "good " * 200]
     bodies = [
         {"dataframe_split": {"columns": ["text"], "data": [[text] for text in texts]}},
@@ -182,6 +185,21 @@ def test_mlflows_server_gives_the_same_answers(
                 assert {**one, "score": None} == {**two, "score": None}
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_shows_an_answer_and_text_as_text(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, page=True) as server:
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--window-size=375,800", "--virtual-time-budget=8000", "--dump-dom"]
+        url = f"{server.url}/?text=%3Cscript%3Ealert(1)%3C/script%3E good"
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
+        assert "<th>label</th>" in done.stdout
+        assert '<div class="bar"' in done.stdout
+        assert "&lt;script&gt;alert(1)&lt;/script&gt; good" in done.stdout
+        assert "<script>alert(1)" not in done.stdout
+    text = (Path(tl.__file__).parent / "serving" / "page.html").read_text()
+    assert re.findall(r"https?://|//cdn|@import", text) == []
+
+
 def test_curl_sends_a_table(tiny_model: Path, tmp_path: Path) -> None:
     pa.csv.write_csv(pa.table({"text": ["good film", "a, bore"]}), tmp_path / "in.csv")
     with running(tiny_model) as server:
@@ -192,11 +210,14 @@ def test_curl_sends_a_table(tiny_model: Path, tmp_path: Path) -> None:
     assert [row["error"] for row in json.loads(done.stdout)["predictions"]] == [None, None]
 
 
-def test_the_entry_point_of_the_image(tiny_model: Path) -> None:
+def test_the_entry_point_of_the_image(tiny_model: Path, tmp_path: Path) -> None:
     """The container's script, with the model in another folder than /opt/ml/model."""
     script = Path(__file__).parents[3] / "examples" / "serve" / "entrypoint.sh"
     port = free_port()
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = tmp_path / "torchlake"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchlake "$@"\n')
+    command.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
     environment = {
         **os.environ,
         "MODEL": str(tiny_model),
