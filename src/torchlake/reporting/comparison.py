@@ -55,7 +55,7 @@ def render_comparison(
         ("full", "Differences from the first model", "grid", differences),
         ("full", "Rows", "parts", _pairs(facts["pairs"])),
         ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
-        ("full", "Curves", "figures", _curves(about.get("curves", {}))),
+        *([("full", "Curves", "figures", _curves(about["curves"]))] if about.get("curves") else []),
         *(
             ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], said))
             for one, said in zip(lists, others, strict=True)
@@ -64,7 +64,9 @@ def render_comparison(
     ]
     has_rows = any(one[word] for one in lists for word in ("won", "lost"))
     if has_rows:
-        sections.insert(4, ("full", "Find rows", "filter", "Show only rows with these words:"))
+        sections.insert(
+            3 + bool(about.get("curves")), ("full", "Find rows", "filter", "Show only rows with these words:")
+        )
     spent = zip(facts["models"], about.get("seconds", []), strict=False)
     seconds = [(f"in steps: {Path(model).name}", duration(some)) for model, some in spent]
     frame = Frame(

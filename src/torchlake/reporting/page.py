@@ -44,7 +44,7 @@ def render_page(frame: Frame, sections: Sequence[Section]) -> str:
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     policy += f"; script-src 'sha256-{hashed}'" if frame.has_filter else ""
     shown = [one for one in sections if one[3]]
-    drawn = figures.is_available() or not any(_wants_pictures(one) for one in shown)
+    drawn = figures.is_available() or not any(map(_wants_pictures, sections))
     return _template().render(
         frame=frame,
         sections=shown,

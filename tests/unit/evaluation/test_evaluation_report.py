@@ -93,3 +93,22 @@ def test_training_writes_the_page_of_its_validation_rows(tmp_path: Path, tiny_be
     found = compare(run.path, run.path, report=tmp_path / "compared")
     assert found.about["settings"] == {}
     assert len(found.about["seconds"]) == 2
+
+
+def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: Path) -> None:
+    model = tiny.build_embedder(tmp_path / "model")
+    texts = tiny.reviews(20)["text"].to_pylist()
+    seconds = list(texts)
+    seconds[3], seconds[4] = seconds[4], seconds[3]
+    pq.write_table(pa.table({"id": range(20), "a": texts, "b": seconds}), tmp_path / "pairs.parquet")
+    folder = tmp_path / "eval"
+    arguments = {"text": "a", "text_pair": "b", "key": "id", "engine": tiny.Here()}
+    found = evaluate(model, tmp_path / "pairs.parquet", report=folder, **arguments)
+    rows = pq.read_table(folder / "rows.parquet")
+    assert np.mean(rows["right"].to_pylist()) == pytest.approx(found.metrics["recall_at_1"].value)
+    assert [row["id"] for row in rows.to_pylist() if row["rank"] > 1] == [3, 4]
+    assert rows["prediction"].to_pylist()[3] == texts[3] == rows["b"].to_pylist()[4]
+    facts = json.loads((folder / "eval.json").read_text())
+    assert set(facts["sections"]["worst"][:2]) == {3, 4}
+    assert facts["sections"]["retrieval"][0]["recall"] == 0.9
+    assert sorted(path.name for path in folder.iterdir()) == FILES
