@@ -285,7 +285,7 @@ def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: P
 
 
 def _described(job: _Measuring, spec: TaskSpec, found: Evaluation, request: ReportRequest | None) -> Evaluation:
-    """Write a report without rows, of a task that is measured on other things than rows."""
+    """Write a report without rows, of a task that is not measured row by row."""
     if request is None:
         return found
     refuse_row_options(request, spec.task)

@@ -9,7 +9,7 @@ from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
 from torchlake.reporting.evaluation import Rows, cards_of, shown_rows
-from torchlake.reporting.page import Frame, Section, duration, render_page
+from torchlake.reporting.page import PageFrame, Section, duration, render_page
 
 
 def write_comparison(
@@ -69,7 +69,7 @@ def render_comparison(
         )
     spent = zip(facts["models"], about.get("seconds", []), strict=False)
     seconds = [(f"in steps: {Path(model).name}", duration(some)) for model, some in spent]
-    frame = Frame(
+    frame = PageFrame(
         title="Comparison of models",
         subtitle=f"first: {facts['models'][0]}; compared with it: {', '.join(facts['models'][1:])}",
         state=f"{facts['rows']:,} rows",

@@ -24,7 +24,7 @@ document.getElementById("found").textContent=box.value?n+" of "+cards.length+" r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class PageFrame:
     """What a page says besides its sections."""
 
     title: str
@@ -38,7 +38,7 @@ class Frame:
     notes: Sequence[str] = ()
 
 
-def render_page(frame: Frame, sections: Sequence[Section]) -> str:
+def render_page(frame: PageFrame, sections: Sequence[Section]) -> str:
     """Return the HTML of a page."""
     hashed = base64.b64encode(hashlib.sha256(FILTER.encode()).digest()).decode()
     policy = "default-src 'none'; style-src 'unsafe-inline'"

@@ -6,7 +6,7 @@ from typing import Any
 from torchlake.metrics import DIRECTIONS
 from torchlake.preparation.findings import Finding
 from torchlake.reporting import figures
-from torchlake.reporting.page import Frame, Section, duration, given, render_page
+from torchlake.reporting.page import PageFrame, Section, duration, given, render_page
 
 VALIDATIONS_SHOWN = 20
 Point = tuple[float, float]
@@ -55,7 +55,7 @@ def render_folds(facts: Mapping[str, Any]) -> str:
 
 def _page(facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
     model = facts["job"]["model"]
-    frame = Frame(
+    frame = PageFrame(
         title=facts["run"],
         subtitle=f"{model['task']} from {model['base']}",
         state=state,
