@@ -32,6 +32,7 @@ OPTIONS = {
             "--key",
             "--columns",
             "--all-probabilities",
+            "--token-counts",
             "--prefix",
             "--runtime",
             "--engine",
@@ -69,9 +70,11 @@ OPTIONS = {
     | ROWS
     | TABLES,
     "evaluate": frozenset({"--label", "--reference", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    | {"--report", "--key", "--slice", "--no-texts", "--label-hints", "--overwrite"}
     | COLUMNS
     | ROWS
     | TABLES,
+    "compare": frozenset({"--table", "--key", "--report", "--fail-if-worse", "--by"}),
     "rank": frozenset(
         {
             "--query",
@@ -124,7 +127,7 @@ OPTIONS = {
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
     "verify": frozenset({"--processes", "--engine", "--set"}),
     "export": frozenset({"--format", "--pooling"}),
-    "report": frozenset(set()),
+    "report": frozenset({"--watch", "--serve", "--port"}),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows", "--task"}),
     "version": frozenset(set()),
@@ -136,6 +139,7 @@ ARGUMENTS = {
     "predict": ["model", "table", "output"],
     "rank": ["model", "table", "output"],
     "evaluate": ["model", "table"],
+    "compare": ["models"],
     "optimize": ["model"],
     "plan": ["job"],
     "launch": ["target", "arguments"],
