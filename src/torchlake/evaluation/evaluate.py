@@ -37,6 +37,7 @@ from torchlake.evaluation.report import (
     FACTS,
     OF_REPORT,
     ReportRequest,
+    as_command,
     evaluating,
     provenance_of,
     publish,
@@ -277,7 +278,7 @@ def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: P
         columns = replace(columns, hints=hints)
     atomic_io.remove([request.folder / FACTS])
     write_rows(request.folder / ROWS, scored_parts(files), columns, spec)
-    made = {**job.made(spec), **provenance_of(output)}
+    made = {**job.made(spec), **provenance_of(output), "command": as_command(request, job.model, job.named)}
     names = [stored_name(name) for name in request.slices]
     identity = job.identity(spec)
     publish(request.folder, found.to_json(), kind=kind, identity=identity, made=made, slices=names, hints=by)

@@ -47,6 +47,12 @@ def render_folds(facts: Mapping[str, Any]) -> str:
     sections = [
         ("full", "Mean and standard deviation over the folds", "rows", shown),
         ("full", "Validation of each fold's best model", "grid", facts.get("folds", [])),
+        (
+            "full",
+            "Rows of the folds",
+            "links",
+            [(page, f"The rows of {page.split('/')[0]}") for page in facts["pages"]],
+        ),
         *_of_job(facts["job"]),
     ]
     state = "complete" if facts["complete"] else "not complete"
