@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 import training_runs as runs
-from torchlake.errors import FingerprintError, OutputError, UsageError
+from torchlake.errors import DataError, FingerprintError, OutputError, UsageError
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import Evaluation, evaluate
 from torchlake.training.train import train
@@ -75,6 +75,10 @@ def test_the_folder_belongs_to_one_model_and_table(
     (foreign / "mine.txt").touch()
     with pytest.raises(OutputError, match=r"has other files, such as mine\.txt"):
         evaluate(tiny_model, copy, report=foreign)
+    pq.write_table(pa.table({"text": ["a"], "label": ["ugly"]}), tmp_path / "ugly.parquet")
+    with pytest.raises(DataError, match="'ugly'"):
+        evaluate(tiny_model, tmp_path / "ugly.parquet", report=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
     with pytest.raises(UsageError, match="slices: for a report; name its folder"):
         evaluate(tiny_model, copy, slices=["score"])
 
