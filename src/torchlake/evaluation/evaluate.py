@@ -38,6 +38,7 @@ from torchlake.evaluation.report import (
     FACTS,
     OF_REPORT,
     ReportRequest,
+    as_command,
     evaluating,
     provenance_of,
     publish,
@@ -290,7 +291,7 @@ def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: P
         columns = replace(columns, hints=hints)
     atomic_io.remove([request.folder / FACTS])
     write_rows(request.folder / ROWS, scored_parts(files), columns, spec)
-    made = {**job.made(spec), **provenance_of(output)}
+    made = {**job.made(spec), **provenance_of(output), "command": as_command(request, job.model, job.named)}
     names = [stored_name(name) for name in request.slices]
     identity = job.identity(spec)
     publish(request.folder, found.to_json(), kind=kind, identity=identity, made=made, slices=names, hints=by)
@@ -298,7 +299,7 @@ def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: P
 
 
 def _described(job: _Measuring, spec: TaskSpec, found: Evaluation, request: ReportRequest | None) -> Evaluation:
-    """Write a report without rows, of a task that is measured on other things than rows."""
+    """Write a report without rows, of a task that is not measured row by row."""
     if request is None:
         return found
     refuse_row_options(request, spec.task)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io, plugins
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import TorchlakeError
 from torchlake.evaluation.report import FACTS, publish
 from torchlake.evaluation.sections.classes import confusion_of
 from torchlake.evaluation.sections.hints import KINDS, hints_of
@@ -42,7 +43,12 @@ PREFIX = "predicted_"
 
 def has_page(spec: TaskSpec) -> bool:
     """Return whether the task's answers are one number, or one per class, of labeled rows."""
-    return spec.label is not None and kind_of(spec) in ("classes", "labels", "number")
+    if spec.label is None or not hasattr(plugins.load("tasks", spec.task), "probability_names"):
+        return False
+    try:
+        return kind_of(spec) in ("classes", "labels", "number")
+    except TorchlakeError:  # a task that trains only
+        return False
 
 
 def store(run: Path, outcome: Mapping[str, float], numbers: np.ndarray, answers: np.ndarray) -> None:
@@ -56,9 +62,16 @@ def store(run: Path, outcome: Mapping[str, float], numbers: np.ndarray, answers:
 
 
 def write_page(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], spread: Spread) -> None:
-    """Write the page of the best validation's rows; nothing if there was no validation, or its table has changed."""
+    """Write the page of the best validation's rows, if there was one. A failure is a warning: the model is trained."""
     if not (run / STORED).is_file():
         return
+    try:
+        _write(run, job, spec, result, spread)
+    except Exception as error:
+        log.warning("%s: the page of the validation rows was not written: %s: %s", run, type(error).__name__, error)
+
+
+def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], spread: Spread) -> None:
     stored = pq.read_table(run / STORED)
     if json.loads(stored.schema.metadata[b"outcome"]) != result["metrics"]:
         log.info("%s: has no page of its validation rows: they are not those of the best step", run)

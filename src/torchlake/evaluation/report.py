@@ -5,9 +5,10 @@ folder is complete, the scored rows are a table of `predict` in `.evaluating`, s
 is missing. The folder belongs to one model and table.
 """
 
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -56,6 +57,16 @@ class ReportRequest:
         return cls(folder=output_path(given["report"]), slices=slices, **own)
 
 
+def as_command(request: ReportRequest, model: str | Path, table: Any) -> str:
+    """Return the command that makes this report again."""
+    first, *others = table if isinstance(table, list) else [table]
+    words = ["torchlake", "evaluate", str(model), first, *(word for one in others for word in ("--input", one))]
+    words += ["--report", str(request.folder), *([] if request.key is None else ["--key", request.key])]
+    words += [word for name in request.slices for word in ("--slice", name)]
+    flags = {"--no-texts": request.no_texts, "--label-hints": request.label_hints}
+    return shlex.join([*words, *(flag for flag, given in flags.items() if given)])
+
+
 def refuse_row_options(request: ReportRequest, task: str) -> None:
     """Raise UsageError for options about rows, if the task is not measured row by row."""
     if given := [name for name in OF_REPORT if name not in ("no_texts", "overwrite") and getattr(request, name)]:
@@ -64,8 +75,10 @@ def refuse_row_options(request: ReportRequest, task: str) -> None:
 
 def provenance_of(scored: Path) -> dict[str, Any]:
     """Return where and how a scored table was made, from its record."""
-    found = read_commit(scored).get("provenance", {})
-    return {name: found[name] for name in ("engine", "runtime", "cpu", "input", "seconds") if name in found}
+    record = read_commit(scored)
+    found = {**record.get("provenance", {}), "versions of the table": record.get("sources")}
+    names = ("versions of the table", "engine", "runtime", "cpu", "seconds")
+    return {name: found[name] for name in names if found.get(name) is not None}
 
 
 @contextmanager
@@ -97,6 +110,10 @@ def evaluating(request: ReportRequest, identity: Mapping[str, Any]) -> Iterator[
         yield staging
     except BaseException:
         lease.release()
+        if not any("scored" in one.name for one in staging.iterdir()):  # refused before anything was scored
+            shutil.rmtree(staging, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()
         raise
     remove_leased(staging, lease)
 

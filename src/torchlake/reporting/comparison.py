@@ -9,7 +9,7 @@ from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
 from torchlake.reporting.evaluation import Rows, cards_of, shown_rows
-from torchlake.reporting.page import Frame, Section, duration, render_page
+from torchlake.reporting.page import PageFrame, Section, duration, render_page
 
 
 def write_comparison(
@@ -55,7 +55,7 @@ def render_comparison(
         ("full", "Differences from the first model", "grid", differences),
         ("full", "Rows", "parts", _pairs(facts["pairs"])),
         ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
-        ("full", "Curves", "figures", _curves(about.get("curves", {}))),
+        *([("full", "Curves", "figures", _curves(about["curves"]))] if about.get("curves") else []),
         *(
             ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], said))
             for one, said in zip(lists, others, strict=True)
@@ -64,10 +64,12 @@ def render_comparison(
     ]
     has_rows = any(one[word] for one in lists for word in ("won", "lost"))
     if has_rows:
-        sections.insert(4, ("full", "Find rows", "filter", "Show only rows with these words:"))
+        sections.insert(
+            3 + bool(about.get("curves")), ("full", "Find rows", "filter", "Show only rows with these words:")
+        )
     spent = zip(facts["models"], about.get("seconds", []), strict=False)
     seconds = [(f"in steps: {Path(model).name}", duration(some)) for model, some in spent]
-    frame = Frame(
+    frame = PageFrame(
         title="Comparison of models",
         subtitle=f"first: {facts['models'][0]}; compared with it: {', '.join(facts['models'][1:])}",
         state=f"{facts['rows']:,} rows",

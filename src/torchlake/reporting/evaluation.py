@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.reporting import figures
-from torchlake.reporting.page import Frame, Section, given, render_page
+from torchlake.reporting.page import PageFrame, Section, given, render_page
 
 CHARACTERS = 600
-"Of a text on the page; of a longer one the beginning, and the part around a span or an answer."
+"Of a cell on the page; of longer ones the beginning, or the part around a span or an answer."
 CELLS = 10
 "Confusions that are listed; the others are folded."
 LISTED = (("worst", "The worst rows"), ("surest_wrong", "The surest wrong rows"), ("least_sure", "The least sure rows"))
@@ -72,7 +72,7 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
     failed = f"{facts['failed']:,} of {facts['rows']:,} rows are in no metric. " if facts["failed"] else ""
     cut = facts["truncated"]
     failed += f"{cut:.1%} of the rows are truncated: the model did not read their ends." if cut else ""
-    frame = Frame(
+    frame = PageFrame(
         title=f"Evaluation of {facts['title']}",
         subtitle=f"{made['task']} on {made['table'] if isinstance(made['table'], str) else ', '.join(made['table'])}",
         state=f"{left:,} rows measured",
@@ -329,7 +329,7 @@ def _value(value: Any) -> str:
 
 
 def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bool]]:
-    """Return a text in pieces, each marked or not."""
+    """Return a cell in pieces, each marked or not."""
     text = value if isinstance(value, str) else str(value)
     places: list[tuple[int, int]] = []
     if kind == "spans" and isinstance(value, str):

@@ -101,7 +101,7 @@ def lines(
                 axes.plot(xs, ys, color=color, alpha=0.3, linewidth=0.8)
                 ys = _smoothed(ys)
             mark = "o" if len(points) <= 40 else ""
-            axes.plot(xs, ys, color=color, linestyle=DASHES[at % 6], marker=mark, markersize=3, label=name)
+            axes.plot(xs, ys, color=color, linestyle=DASHES[at % 6], marker=mark, markersize=3, label=_plain(name))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.xaxis.get_major_locator().set_params(integer=x == "step")
@@ -113,6 +113,11 @@ def lines(
             axes.legend(labelcolor=COLORS["ink"])
 
     return draw
+
+
+def _plain(name: str) -> str:
+    """Return a name that is drawn as it is: no formula, and in the legend although it begins with an underscore."""
+    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
@@ -149,8 +154,7 @@ def precision_recall(curves: Sequence[Mapping[str, Any]]) -> Draw:
         for at, curve in enumerate(curves[:6]):
             _, precision, recall = np.array(curve["points"]).T
             PrecisionRecallDisplay(precision, recall).plot(ax=axes)
-            label = curve["label"].replace("$", r"\$")
-            axes.lines[-1].set(color=COLORS[f"c{at}"], linestyle=DASHES[at], label=label, alpha=1)
+            axes.lines[-1].set(color=COLORS[f"c{at}"], linestyle=DASHES[at], label=_plain(curve["label"]), alpha=1)
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02), aspect="auto")
         axes.legend(labelcolor=COLORS["ink"]).set_visible(len(curves) > 1)
 
@@ -173,6 +177,7 @@ def predicted_against_true(points: Points) -> Draw:
 
     def draw(axes: Any) -> None:
         import numpy as np
+        from matplotlib.ticker import AutoLocator
         from sklearn.metrics import PredictionErrorDisplay
 
         true, said = np.array(points).T
@@ -184,6 +189,8 @@ def predicted_against_true(points: Points) -> Draw:
             line_kwargs={"color": COLORS["soft"]},
         )
         axes.set(xlabel="predicted", ylabel="true", aspect="auto")
+        for axis in (axes.xaxis, axes.yaxis):  # scikit-learn's ticks are not round
+            axis.set_major_locator(AutoLocator())
 
     return draw
 
@@ -195,7 +202,7 @@ def confusion(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Draw:
         import numpy as np
         from sklearn.metrics import ConfusionMatrixDisplay
 
-        shown = ConfusionMatrixDisplay(np.array(counts), display_labels=[one.replace("$", r"\$") for one in labels])
+        shown = ConfusionMatrixDisplay(np.array(counts), display_labels=[_plain(one) for one in labels])
         shown.plot(
             ax=axes, cmap="Blues", colorbar=False, xticks_rotation="vertical" if len(labels) > 4 else "horizontal"
         )

@@ -24,7 +24,7 @@ document.getElementById("found").textContent=box.value?n+" of "+cards.length+" r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class PageFrame:
     """What a page says besides its sections."""
 
     title: str
@@ -38,13 +38,13 @@ class Frame:
     notes: Sequence[str] = ()
 
 
-def render_page(frame: Frame, sections: Sequence[Section]) -> str:
+def render_page(frame: PageFrame, sections: Sequence[Section]) -> str:
     """Return the HTML of a page."""
     hashed = base64.b64encode(hashlib.sha256(FILTER.encode()).digest()).decode()
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     policy += f"; script-src 'sha256-{hashed}'" if frame.has_filter else ""
     shown = [one for one in sections if one[3]]
-    drawn = figures.is_available() or not any(_wants_pictures(one) for one in shown)
+    drawn = figures.is_available() or not any(map(_wants_pictures, sections))
     return _template().render(
         frame=frame,
         sections=shown,

@@ -65,6 +65,11 @@ def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
                 "complete": bool(result),
                 "number_of_folds": settings["folds"],
                 "job": settings["job"],
+                "pages": [
+                    f"fold_{fold}/eval/eval.html"
+                    for fold in range(1, settings["folds"] + 1)
+                    if (folder / f"fold_{fold}" / "eval" / "eval.json").is_file()
+                ],
                 **result,
             }
         )

@@ -6,7 +6,7 @@ from typing import Any
 from torchlake.metrics import DIRECTIONS
 from torchlake.preparation.findings import Finding
 from torchlake.reporting import figures
-from torchlake.reporting.page import Frame, Section, duration, given, render_page
+from torchlake.reporting.page import PageFrame, Section, duration, given, render_page
 
 VALIDATIONS_SHOWN = 20
 Point = tuple[float, float]
@@ -47,6 +47,12 @@ def render_folds(facts: Mapping[str, Any]) -> str:
     sections = [
         ("full", "Mean and standard deviation over the folds", "rows", shown),
         ("full", "Validation of each fold's best model", "grid", facts.get("folds", [])),
+        (
+            "full",
+            "Rows of the folds",
+            "links",
+            [(page, f"The rows of {page.split('/')[0]}") for page in facts["pages"]],
+        ),
         *_of_job(facts["job"]),
     ]
     state = "complete" if facts["complete"] else "not complete"
@@ -55,7 +61,7 @@ def render_folds(facts: Mapping[str, Any]) -> str:
 
 def _page(facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
     model = facts["job"]["model"]
-    frame = Frame(
+    frame = PageFrame(
         title=facts["run"],
         subtitle=f"{model['task']} from {model['base']}",
         state=state,

@@ -142,12 +142,17 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
     if status() == "FINISHED":
         client.set_tag(run_id, "torchlake.model", str((folder / "model").resolve()))
         client.set_tag(run_id, "torchlake.model_sha256", folders.model_hash(folder / "model"))
-        _send_evaluation(client, run_id, Evaluated.of(folder))
+        _send_evaluation(client, job.track.mlflow, run_id, Evaluated.of(folder))
     client.set_terminated(run_id, status())
 
 
-def _send_evaluation(client: "MlflowClient", run_id: str, found: Evaluated) -> None:
-    """Send the tables in the form of `log_table`, which would need pandas, and the picture."""
+def _send_evaluation(client: "MlflowClient", store: str, run_id: str, found: Evaluated) -> None:
+    """Send the tables in the form of `log_table`, which would need pandas, and the picture.
+
+    A database without a server has no place for files: MLflow would put them into the current folder.
+    """
+    if store.startswith("sqlite:") and "://" not in client.get_run(run_id).info.artifact_uri.removeprefix("file://"):
+        return
     logged = []
     for name, (columns, rows) in found.tables.items():
         client.log_dict(run_id, {"columns": columns, "data": rows}, f"evaluation/{name}.json")

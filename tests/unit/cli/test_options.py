@@ -44,6 +44,7 @@ OPTIONS = {
             "--key",
             "--columns",
             "--all-probabilities",
+            "--token-counts",
             "--prefix",
             "--runtime",
             "--engine",
@@ -81,9 +82,11 @@ OPTIONS = {
     | ROWS
     | TABLES,
     "evaluate": frozenset({"--label", "--reference", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    | {"--report", "--key", "--slice", "--no-texts", "--label-hints", "--overwrite"}
     | COLUMNS
     | ROWS
     | TABLES,
+    "compare": frozenset({"--table", "--key", "--report", "--fail-if-worse", "--by"}),
     "rank": frozenset(
         {
             "--query",
@@ -162,7 +165,7 @@ OPTIONS = {
     "try": LOADING | frozenset({"--host", "--port"}),
     "verify": frozenset({"--processes", "--engine", "--set"}),
     "export": frozenset({"--format", "--pooling"}),
-    "report": frozenset(set()),
+    "report": frozenset({"--watch", "--serve", "--port"}),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows", "--task"}),
     "version": frozenset(set()),
@@ -174,6 +177,7 @@ ARGUMENTS = {
     "predict": ["model", "table", "output"],
     "rank": ["model", "table", "output"],
     "evaluate": ["model", "table"],
+    "compare": ["models"],
     "optimize": ["model"],
     "plan": ["job"],
     "launch": ["target", "arguments"],

@@ -96,13 +96,13 @@ def test_different_rows_are_refused(truth: np.ndarray, tmp_path: Path) -> None:
 
 
 def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(
-    truth: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    truth: np.ndarray, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     better = str(evaluation(tmp_path / "a", truth, made.chances_of(truth, 3, accuracy=0.9)))
     worse = str(evaluation(tmp_path / "b", truth, made.chances_of(truth, 3, accuracy=0.6, seed=4)))
     arguments = ["compare", better, worse, "--fail-if-worse", "macro_f1", "--json"]
     assert main([*arguments, "--by", "0.05", "--report", str(tmp_path / "c")]) == 1
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(capfd.readouterr().out)
     assert values["worse"] == [worse]
     assert main([*arguments, "--by", "0.5"]) == 0
     assert main(["compare", worse, better, "--fail-if-worse", "log_loss"]) == 0

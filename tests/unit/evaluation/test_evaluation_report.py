@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 import training_runs as runs
-from torchlake.errors import FingerprintError, OutputError, UsageError
+from torchlake.errors import DataError, FingerprintError, OutputError, UsageError
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import Evaluation, evaluate
 from torchlake.training.train import train
@@ -75,6 +75,10 @@ def test_the_folder_belongs_to_one_model_and_table(
     (foreign / "mine.txt").touch()
     with pytest.raises(OutputError, match=r"has other files, such as mine\.txt"):
         evaluate(tiny_model, copy, report=foreign)
+    pq.write_table(pa.table({"text": ["a"], "label": ["ugly"]}), tmp_path / "ugly.parquet")
+    with pytest.raises(DataError, match="'ugly'"):
+        evaluate(tiny_model, tmp_path / "ugly.parquet", report=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
     with pytest.raises(UsageError, match="slices: for a report; name its folder"):
         evaluate(tiny_model, copy, slices=["score"])
 
@@ -93,3 +97,22 @@ def test_training_writes_the_page_of_its_validation_rows(tmp_path: Path, tiny_be
     found = compare(run.path, run.path, report=tmp_path / "compared")
     assert found.about["settings"] == {}
     assert len(found.about["seconds"]) == 2
+
+
+def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: Path) -> None:
+    model = tiny.build_embedder(tmp_path / "model")
+    texts = tiny.reviews(20)["text"].to_pylist()
+    seconds = list(texts)
+    seconds[3], seconds[4] = seconds[4], seconds[3]
+    pq.write_table(pa.table({"id": range(20), "a": texts, "b": seconds}), tmp_path / "pairs.parquet")
+    folder = tmp_path / "eval"
+    arguments = {"text": "a", "text_pair": "b", "key": "id", "engine": tiny.Here()}
+    found = evaluate(model, tmp_path / "pairs.parquet", report=folder, **arguments)
+    rows = pq.read_table(folder / "rows.parquet")
+    assert np.mean(rows["right"].to_pylist()) == pytest.approx(found.metrics["recall_at_1"].value)
+    assert [row["id"] for row in rows.to_pylist() if row["rank"] > 1] == [3, 4]
+    assert rows["prediction"].to_pylist()[3] == texts[3] == rows["b"].to_pylist()[4]
+    facts = json.loads((folder / "eval.json").read_text())
+    assert set(facts["sections"]["worst"][:2]) == {3, 4}
+    assert facts["sections"]["retrieval"][0]["recall"] == 0.9
+    assert sorted(path.name for path in folder.iterdir()) == FILES

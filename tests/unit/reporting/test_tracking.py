@@ -73,11 +73,23 @@ def assert_logged(run: Path, store: str) -> None:
         assert [(point.step, point.value) for point in history] == curve(run, name)
 
 
+@pytest.mark.usefixtures("page_libraries")
 def test_parameters_curves_and_the_models_hash_are_logged(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = tl.train(run=tmp_path / "run", engine=HERE, **sections).path
     store = sections["track"]["mlflow"]
     assert len(curve(run, "loss")) == 18
     assert_logged(run, store)
+    client, found = client_and_run(run, store)
+    artifacts = {one.path for one in client.list_artifacts(found.info.run_id, "evaluation")}
+    assert artifacts == {f"evaluation/{name}" for name in ("confusion.png", "per_class.json", "worst_rows.json")}
+    assert {one["path"] for one in json.loads(found.data.tags["mlflow.loggedArtifacts"])} < artifacts
+    tags = {
+        value.tag
+        for file in (run / "tensorboard").iterdir()
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    }
+    assert {"evaluation/confusion", "evaluation/per_class", "evaluation/worst_rows"} <= tags
     _, found = client_and_run(run, store)
     assert found.info.status == "FINISHED"
     assert found.info.run_name == "run"

@@ -80,13 +80,13 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         from cleanlab.filter import find_label_issues
         from cleanlab.rank import get_label_quality_scores
 
-        issue, quality = find_label_issues(targets, chances), get_label_quality_scores(targets, chances)
+        issue, quality = find_label_issues(targets, chances, n_jobs=1), get_label_quality_scores(targets, chances)
     else:
         from cleanlab.filter import find_label_issues
         from cleanlab.multilabel_classification import get_label_quality_scores
 
         lists = [np.flatnonzero(row).tolist() for row in positive]
-        issue = find_label_issues(lists, chances, multi_label=True)
+        issue = find_label_issues(lists, chances, multi_label=True, n_jobs=1)
         quality = get_label_quality_scores(lists, chances)
     how = f"confident learning (cleanlab {version('cleanlab')})"
     return how, {"label_quality": quality, "label_issue": issue, "suggested": suggested}

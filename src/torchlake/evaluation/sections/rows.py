@@ -143,7 +143,15 @@ def judged(scored: pa.Table, columns: RowColumns, spec: TaskSpec, kind: str) -> 
     made["tokens"] = predicted["tokens"] if "tokens" in predicted.column_names else pa.nulls(len(scored), pa.int32())
     made |= {"truncated": scored["truncated"], "error": errors}
     made |= {name: _array(values).take(places) for name, values in found.items()}
-    return pa.table({**made, **{name: scored[column] for name, column in columns.copied.items()}})
+    copied = {name: scored[column] for name, column in columns.copied.items()}
+    return pa.table({**made, **{name: column for name, column in copied.items() if not _is_content(column.type)}})
+
+
+def _is_content(kind: pa.DataType) -> bool:
+    """Return whether a column holds files, such as images, which the rows leave out."""
+    if pa.types.is_struct(kind):
+        return any(_is_content(field.type) for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _array(values: Any) -> pa.Array:

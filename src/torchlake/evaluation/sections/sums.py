@@ -17,7 +17,7 @@ Finish = Callable[[np.ndarray, int], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Group:
+class SumGroup:
     """Metrics that are computed from the same sums."""
 
     counts: np.ndarray
@@ -27,7 +27,7 @@ class Group:
     finish: Finish
 
 
-def drawn(group: Group) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def drawn(group: SumGroup) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return for each metric the values of the models (M,), and those of resamples (R, M)."""
     generator, total = np.random.default_rng(0), int(group.counts.sum())
     every_row = len(group.counts) == total
@@ -50,7 +50,7 @@ def drawn(group: Group) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def groups_of(sides: Sequence[JudgedRows]) -> Iterator[Group]:
+def groups_of(sides: Sequence[JudgedRows]) -> Iterator[SumGroup]:
     """Yield the metrics of models over the same rows."""
     kind, rows = sides[0].kind, len(sides[0].table)
     every = np.ones(rows, dtype=np.int64)
@@ -58,19 +58,19 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[Group]:
         yield _of_classes(sides)
     elif kind == "labels":
         classes = len(sides[0].labels)
-        yield Group(every, [_label_sums(side) for side in sides], lambda sums, n: _label_metrics(sums, n, classes))
+        yield SumGroup(every, [_label_sums(side) for side in sides], lambda sums, n: _label_metrics(sums, n, classes))
     elif kind == "spans":
-        yield Group(every, [_span_sums(side) for side in sides], _span_metrics)
+        yield SumGroup(every, [_span_sums(side) for side in sides], _span_metrics)
     elif kind in ("answers", "texts"):
-        yield Group(every, [np.stack([side.numbers("right")], axis=1) for side in sides], _exact)
+        yield SumGroup(every, [np.stack([side.numbers("right")], axis=1) for side in sides], _exact)
     losses = [side.numbers("loss") for side in sides]
     if kind == "vectors" and sides[0].right is not None:
-        yield Group(every, [np.stack([one == 1, one <= 10, 1 / one], axis=1) for one in losses], _found)
+        yield SumGroup(every, [np.stack([one == 1, one <= 10, 1 / one], axis=1) for one in losses], _found)
         return
-    yield Group(every, [np.stack([one, one**2], axis=1) for one in losses], FINISH_LOSS.get(kind, _loss))
+    yield SumGroup(every, [np.stack([one, one**2], axis=1) for one in losses], FINISH_LOSS.get(kind, _loss))
 
 
-def _of_classes(sides: Sequence[JudgedRows]) -> Group:
+def _of_classes(sides: Sequence[JudgedRows]) -> SumGroup:
     """Return the counts of equal rows: those with the same label and the same predictions."""
     classes = len(sides[0].labels)
     codes = [_codes(sides[0], "label", sides[0].labels)]
@@ -82,7 +82,7 @@ def _of_classes(sides: Sequence[JudgedRows]) -> Group:
     for at in range(1, len(sides) + 1):
         said = (cells[:, at : at + 1] == every).astype(np.float64)
         sums.append(np.concatenate([true, said, true * said], axis=1))
-    return Group(counts, sums, lambda found, n: _class_metrics(found, n, classes))
+    return SumGroup(counts, sums, lambda found, n: _class_metrics(found, n, classes))
 
 
 def _codes(side: JudgedRows, column: str, labels: Sequence[object]) -> np.ndarray:

@@ -17,7 +17,7 @@ from torchlake.errors import TableError
 from torchlake.tables.selection.conditions import (
     Both,
     Column,
-    Comparison,
+    Compares,
     Condition,
     Either,
     IsNull,
@@ -62,7 +62,7 @@ def bind(
     scalars = tuple(_scalar(column, one, kind, text) for one in values)
     if isinstance(condition, OneOf):
         return OneOf(column=column, values=scalars)
-    return Comparison(column=column, operator=condition.operator, value=scalars[0])
+    return Compares(column=column, operator=condition.operator, value=scalars[0])
 
 
 def _missing(name: str, names: Sequence[str]) -> str:

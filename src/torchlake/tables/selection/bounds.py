@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.tables.selection.conditions import Both, Comparison, Condition, Either, IsNull, Like, Not, OneOf
+from torchlake.tables.selection.conditions import Both, Compares, Condition, Either, IsNull, Like, Not, OneOf
 from torchlake.tables.selection.rows import COMPARE
 
 Flags = npt.NDArray[np.bool_]
@@ -72,11 +72,11 @@ def outcomes(condition: Condition, bounds: Mapping[str, Bounds], count: int) -> 
     return Outcomes(may.true & some_value, may.false & some_value, some_null)
 
 
-def _of_values(condition: Comparison | OneOf | Like, bounds: Bounds, count: int) -> Outcomes:
+def _of_values(condition: Compares | OneOf | Like, bounds: Bounds, count: int) -> Outcomes:
     """Return what the condition may be for rows that are not null."""
     every, none = np.ones(count, bool), np.zeros(count, bool)
     try:
-        if isinstance(condition, Comparison):
+        if isinstance(condition, Compares):
             return _compared(condition.operator, condition.value, bounds)
         if isinstance(condition, Like):
             return Outcomes(_prefixed(condition.pattern, bounds), every, none)

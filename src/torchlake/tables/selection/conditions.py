@@ -19,7 +19,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Compares:
     column: Column
     operator: Operator
     value: Any
@@ -66,7 +66,7 @@ class Either:
     parts: tuple["Condition", ...]
 
 
-Condition: TypeAlias = Comparison | OneOf | IsNull | Like | Not | Both | Either
+Condition: TypeAlias = Compares | OneOf | IsNull | Like | Not | Both | Either
 
 
 def columns_of(condition: Condition) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torchlake.errors import UsageError
 from torchlake.tables.selection.conditions import (
     Both,
     Column,
-    Comparison,
+    Compares,
     Condition,
     Either,
     IsNull,
@@ -143,7 +143,7 @@ class _Parser:
             return found
         if self.next.kind in ("number", "text", "true", "false"):
             value, operator = self.value(), self.operator()
-            return Comparison(column=self.column("a column"), operator=FLIPPED[operator], value=value)
+            return Compares(column=self.column("a column"), operator=FLIPPED[operator], value=value)
         column = self.column("a column, not, or '('")
         if self.skip("is"):
             negative = self.skip("not")
@@ -163,8 +163,8 @@ class _Parser:
         if negative:
             raise self.unexpected("in, like or between")
         if self.next.kind in FLIPPED:
-            return Comparison(column=column, operator=self.operator(), value=self.value())
-        return Comparison(column=column, operator="=", value=True)
+            return Compares(column=column, operator=self.operator(), value=self.value())
+        return Compares(column=column, operator="=", value=True)
 
     def one_of(self, column: Column) -> Condition:
         self.take("(", "'('")
@@ -180,8 +180,8 @@ class _Parser:
     def between(self, column: Column) -> Condition:
         low = self.value()
         self.take("and", "and")
-        bounds = Comparison(column=column, operator=">=", value=low)
-        return Both(parts=(bounds, Comparison(column=column, operator="<=", value=self.value())))
+        bounds = Compares(column=column, operator=">=", value=low)
+        return Both(parts=(bounds, Compares(column=column, operator="<=", value=self.value())))
 
     def column(self, expected: str) -> Column:
         token = self.take("name", expected)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
-from torchlake.tables.selection.conditions import Both, Column, Comparison, Condition, Either, IsNull, Like, OneOf
+from torchlake.tables.selection.conditions import Both, Column, Compares, Condition, Either, IsNull, Like, OneOf
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "=": pc.equal,
@@ -39,7 +39,7 @@ def _evaluate(condition: Condition, table: pa.Table) -> pa.ChunkedArray:
         return pc.is_null(table[condition.column.name])
     if isinstance(condition, Like):
         return pc.match_like(table[condition.column.name], condition.pattern)
-    if isinstance(condition, Comparison):
+    if isinstance(condition, Compares):
         return COMPARE[condition.operator](_values(condition.column, table), condition.value)
     if isinstance(condition, OneOf):
         values = _values(condition.column, table)
