@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import INPUT_IDS, Features
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
-from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place
+from torchlake.models.generation import END, NOTHING, decoded, settings_of, stop_place, without_reasoning
 from torchlake.tables.chunks import RowCost
 from torchlake.tasks import NO_TARGET, BaseTask, ColumnOptions
 from torchlake.tasks._completions import turn_end
@@ -18,7 +19,12 @@ from torchlake.tasks._completions import turn_end
 if TYPE_CHECKING:
     import torch
 
-ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
+MARK_TOKENS = 24
+"More than the tokens of any mark of reasoning, and of the space after it."
+TEXT, REASONING = pa.field("generated_text", pa.string()), pa.field("reasoning", pa.string())
+PROMPT_TOKENS = pa.field("prompt_tokens", pa.int32())
+COUNTS = (PROMPT_TOKENS, pa.field("generated_tokens", pa.int32()), pa.field("finish_reason", pa.string()))
+MEAN, EACH = pa.field("logprob", pa.float32()), pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class WritingTask(BaseTask):
@@ -64,8 +70,11 @@ class WritingTask(BaseTask):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"."""
-        return ANSWERS
+        """Return the generated text, the numbers of tokens, and the finish reason: "stop" or "length"; if the chat
+        template has marks of reasoning, the reasoning too, and log-probabilities if they are asked for."""
+        reasoning = [] if options.marks is None else [REASONING]
+        logprobs = {None: [], "mean": [MEAN], "tokens": [MEAN, EACH]}[options.logprobs]
+        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -74,12 +83,30 @@ class WritingTask(BaseTask):
 
         Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
-        texts, counts, reasons = [], [], []
-        for answer in answers:
+        schema = self.output_schema(spec, options)
+        columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        for row, answer in enumerate(answers):
             written = answer[(answer != NOTHING) & (answer != END)]
-            text = decoded(processor, written)
-            place = stop_place(text, options.stop)
-            texts.append(text[:place])
-            counts.append(len(written))
-            reasons.append("length" if place is None and END not in answer else "stop")
-        return pa.table([texts, counts, reasons], schema=ANSWERS)
+            text = decoded(processor, written, kept=options.marks or ())
+            place = stop_place(text, options.own[row].stop if options.own else options.stop)
+            found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
+            text = text[:place]
+            if options.marks is not None:
+                begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
+                found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)
+            found["generated_text"] = text
+            found["finish_reason"] = "length" if place is None and END not in answer else "stop"
+            found["prompt_tokens"] = None if options.features is None else options.features.lengths[row]
+            if options.logprobs is not None:
+                found["token_logprobs"] = each = options.written[row]
+                found["logprob"] = each.mean() if len(each) else 0.0
+            for name in columns:
+                columns[name].append(found[name])
+        return pa.table(columns, schema=schema)
+
+
+def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
+    """Return whether a row's prompt ends with a mark, except for space."""
+    ids: Any = features.arrays[INPUT_IDS]
+    last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
+    return bool(tokenizer.decode(last).rstrip().endswith(mark))

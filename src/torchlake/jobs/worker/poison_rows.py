@@ -112,7 +112,7 @@ class Attempt:
     ) -> Iterator[None]:
         """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long.
 
-        `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step goes on with
+        `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step continues with
         other rows; see `narrow`.
         """
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
@@ -234,9 +234,13 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk."""
+    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk.
 
-    def __init__(self, attempts: Sequence[Attempt] = ()) -> None:
+    If each row is scored several `times`, the numbers are those of the answers.
+    """
+
+    def __init__(self, attempts: Sequence[Attempt] = (), times: int = 1) -> None:
+        self._times = times
         self._all: list[Attempt] = []
         self._starts = [0]
         self._rows: dict[int, set[int]] = {}
@@ -250,7 +254,7 @@ class Attempts:
         first = self._starts[-1]
         self._all += attempts
         self._starts += list(accumulate((one.rows for one in attempts), initial=first))[1:]
-        return first
+        return first * self._times
 
     @property
     def suspects(self) -> dict[Step, set[int]]:
@@ -258,7 +262,7 @@ class Attempts:
         found = [
             start + row for start, one in zip(self._starts, self._all, strict=False) for row in one.suspects["score"]
         ]
-        return {"score": set(found)}
+        return {"score": {row * self._times + one for row in found for one in range(self._times)}}
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
@@ -281,10 +285,10 @@ class Attempts:
         """
         own = self._split(rows)
         if tokens is not None:
-            counts = self._split(list(tokens))
-            self._tokens = {
-                number: sum(tokens[self._starts[number] + row] for row in some) for number, some in counts.items()
-            }
+            self._tokens = {}
+            for row, count in tokens.items():
+                number = bisect_right(self._starts, row // self._times) - 1
+                self._tokens[number] = self._tokens.get(number, 0) + count
         for number in self._rows.keys() - own.keys():  # a later death is not due to its rows
             self._leave(number)
             self._all[number].idle()
@@ -321,7 +325,7 @@ class Attempts:
     def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the rows of each chunk, as the chunk numbers them."""
         own: dict[int, list[int]] = {}
-        for row in sorted(rows):
+        for row in sorted({row // self._times for row in rows}):
             number = bisect_right(self._starts, row) - 1
             own.setdefault(number, []).append(row - self._starts[number])
         return own

@@ -36,7 +36,7 @@ class Prompt:
     @property
     def size(self) -> int:
         """The most tokens that the row needs in the writer."""
-        return len(self.ids) + self.options.max_new_tokens
+        return (len(self.ids) + self.options.max_new_tokens) * self.options.num_beams
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class Budget:
     rows: int
 
     def allows(self, rows: int, longest: int) -> bool:
-        """Return whether so many rows fit; a single one always does."""
+        """Return whether this number of rows fits; a single one always does."""
         return rows <= 1 or (rows <= self.rows and rows * longest <= self.tokens)
 
 

@@ -29,7 +29,12 @@ class Row:
     "Those that are written; the end token is none of them."
     limit: int
     "The most tokens of the text."
+    reads_apart: bool = False
+    "Whether an encoder reads the prompt: the text does not begin with it."
     logprobs: list[float] | None = None
+    "The log-probability of each token, of the end token too; None: not asked for."
+    logprob: float = 0.0
+    "That of the next token, once it is chosen."
     mask: Mask | None = None
     reason: str | None = None
     "Why it has ended; None: it has not."
@@ -42,11 +47,14 @@ class Row:
 
     def __post_init__(self) -> None:
         self.drawn = draws(self.prompt, self.options)
+        self.ends = (*self.ends, *self.options.stop_token_ids)
+        if self.options.logprobs is not None and self.logprobs is None:
+            self.logprobs = []
         self._last: int | None = None
         if len(self.tokens) >= self.limit:
             self.reason = "length"
 
-    def take(self, token: int, logprob: float | None = None) -> None:
+    def take(self, token: int) -> None:
         """Add the next token, END or NON_FINITE included; sets `reason` if the text ends there."""
         if token == NON_FINITE or token in self.ends:
             self.reason, self._last = "stop", NON_FINITE if token == NON_FINITE else END
@@ -57,8 +65,8 @@ class Row:
                 self.reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.reason = "length"
-        if self.logprobs is not None and logprob is not None and self._last != NON_FINITE:
-            self.logprobs.append(logprob)
+        if self.logprobs is not None and self._last != NON_FINITE:
+            self.logprobs.append(self.logprob)
 
     def __len__(self) -> int:
         """Return the number of its tokens, those of the prompt included."""
