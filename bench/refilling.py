@@ -1,8 +1,8 @@
 """How much faster are texts written if rows that end give their places to others, and beginnings are computed once?
 
 A Llama from random weights in fp32 on one core. `ends`: texts end at lengths drawn from 4 to 64, by an end
-that the writers do not foresee; `same`: all have 64 tokens; `beginning`: prompts share a system prompt of 500 tokens and
-have 40 of their own. Contenders, each in a process of its own: batches until the longest text ends (transformers'
+that the writers do not foresee; `same`: all have 64 tokens; `beginning`: prompts share a system prompt of 500 tokens
+and have 40 of their own. Contenders, each in a process of its own: batches until the longest text ends (transformers'
 `generate` with the same budget), and refilled. CPU seconds decide; the texts must be equal.
 """
 

@@ -412,10 +412,9 @@ class Scorer:
         return table.append_column(pa.field("error", pa.string()), reasons)
 
 
-def _logprobs(text: Text) -> np.ndarray:
+def _logprobs(text: Text) -> np.ndarray | None:
     """Return the log-probabilities (W,) of the tokens, without that of the end."""
-    assert text.logprobs is not None, "they were asked for"
-    return text.logprobs[: int((text.tokens >= 0).sum())]
+    return None if text.logprobs is None else text.logprobs[: int((text.tokens >= 0).sum())]
 
 
 def worker_memory(model: str, devices: int = 1) -> int:

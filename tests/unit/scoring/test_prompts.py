@@ -147,6 +147,13 @@ def test_bad_prompts_are_refused_in_words(model: Path, options: dict[str, Any], 
         written(model, **options)
 
 
+def test_columns_are_found_by_name_unless_the_prompt_names_them(model: Path) -> None:
+    found = written(model, pa.table({"prompt": ["good film"]}))
+    assert joined(found) == texts(model, ["good film"])
+    with pytest.raises(UsageError, match="no column 'text'"):
+        written(model, pa.table({"prompt": ["good film"]}), prompt="{text}")
+
+
 def test_options_without_effect_are_named(model: Path, tiny_bert: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         written(model, text="title", template_options={"quik": True})
