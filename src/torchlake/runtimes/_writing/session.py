@@ -34,8 +34,8 @@ COMPUTED = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token
 "The settings of a model's generation_config.json that change no score."
 
 
-class Session:
-    """A Writer that refills. Rows for which it is not made go to `static`, which runs when there are no others."""
+class RefillingWriter:
+    """A Writer that refills. Rows for which it is not made go to `static`; the others wait for its batches."""
 
     refills = True
 
@@ -44,7 +44,11 @@ class Session:
         self._slots, self._beginnings = Slots(layers), Beginnings()
         self._running: list[Row] = []
         "The row of each slot."
+        self._last: Row | None = None
+        "The row that ended last, if no row is running: its beginning is still in the first slot."
         self._added: list[Row] = []
+        self._rows: dict[int, Row] = {}
+        "All of them, by number."
         known = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in known
         self._no_head = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -53,7 +57,7 @@ class Session:
     @property
     def rows(self) -> list[int]:
         """The numbers of the rows that have not ended."""
-        return [*(row.number for row in (*self._running, *self._added)), *self._static.rows]
+        return [*self._rows, *self._static.rows]
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row."""
@@ -61,19 +65,17 @@ class Session:
         if longer or options.num_beams > 1:
             self._static.add(row, ids, options, begun)
         else:
-            self._added.append(self._static.row_of(row, ids, options, begun))
+            self._rows[row] = self._static.row_of(row, ids, options, begun)
+            self._added.append(self._rows[row])
 
     def text(self, row: int) -> Text:
         """Return what is written of a row that has not ended."""
-        for one in (*self._running, *self._added):
-            if one.number == row:
-                return one.text
-        return self._static.text(row)
+        return self._rows[row].text if row in self._rows else self._static.text(row)
 
     def step(self, report: Report) -> None:
         """Write a token of every row."""
         try:
-            if not self._running and not self._added:
+            if self._static.rows:
                 self._static.step(report)
                 return
             with torch.inference_mode():
@@ -88,9 +90,11 @@ class Session:
                         row.force(least=len(self._running) + 1)
                 done += self._release()
                 look_ahead(self._running)
+            for row in done:
+                del self._rows[row.number]
             report([row.ended for row in done])
         except BaseException:
-            self._running, self._added, self._beginnings = [], [], Beginnings()
+            self._running, self._added, self._rows, self._beginnings, self._last = [], [], {}, Beginnings(), None
             self._slots = Slots(len(self._slots.cache))  # after a lack of memory, not even the cache is kept
             self._static.clear()
             raise
@@ -102,9 +106,9 @@ class Session:
         self._added = []
         if rows:
             longest = max(len(row.prompt) + row.limit for row in (*rows, *self._running))
-            used = len(self._running)
-            width = max((row.filled for row in self._running), default=0)
-            self._slots.reserve(used + len(rows), longest, used, width)
+            kept = self._running or ([] if self._last is None else [self._last])
+            width = min(longest, max((row.filled for row in kept), default=0))
+            self._slots.reserve(len(self._running) + len(rows), longest, len(kept), width)
         while rows:
             found = {row.number: self._beginnings.find(row.prompt) for row in rows}
             alike, first = leader(rows)
@@ -124,6 +128,9 @@ class Session:
         slot, offset = len(self._running), found[0][0]
         if offset:
             self._slots.copy([source.slot for _, source in found if source is not None], slot, offset)
+        if self._last is not None:  # its slot is taken
+            self._beginnings.remove(self._last)
+            self._last = None
         self._fill(slot, [row.known[offset:-1] for row in rows], offset)
         for row in rows:
             row.slot, row.filled = len(self._running), len(row) - 1
@@ -166,10 +173,14 @@ class Session:
         """Take out the rows that have ended, and return them. The last ones get their slots."""
         done = [row for row in reversed(self._running) if row.reason is not None]
         for row in done:
-            self._beginnings.remove(row)
-            if row.text.tokens[-1:].tolist() == [NON_FINITE]:
+            finite = row.text.tokens[-1:].tolist() != [NON_FINITE]
+            if not finite:
                 self._slots.clean(row.slot)
             last = self._running.pop()
+            if finite and not self._running:
+                self._last = row
+            else:
+                self._beginnings.remove(row)
             if last is not row:
                 self._slots.move(last.slot, row.slot, last.filled)
                 last.slot = row.slot
@@ -177,14 +188,18 @@ class Session:
         return done
 
 
-def session_of(model: Any, static: StaticWriter) -> Session | None:
+def session_of(model: Any, static: StaticWriter) -> RefillingWriter | None:
     """Return a session for the model if its scores there are those of each row alone, else None."""
     if model.config.is_encoder_decoder or static.settings - COMPUTED:
         return None
     try:
         layers, window = ordinary_window(model)
-        fits = layers and (window is None or window >= TRIED) and _agrees(Session(model, static, layers, window), model)
-        return Session(model, static, layers, window) if fits else None
+        fits = (
+            layers
+            and (window is None or window >= TRIED)
+            and _agrees(RefillingWriter(model, static, layers, window), model)
+        )
+        return RefillingWriter(model, static, layers, window) if fits else None
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         if ran_out_of_memory(error):
             raise
@@ -192,7 +207,7 @@ def session_of(model: Any, static: StaticWriter) -> Session | None:
 
 
 @torch.inference_mode()
-def _agrees(session: Session, model: Any) -> bool:
+def _agrees(session: RefillingWriter, model: Any) -> bool:
     """Return whether rows of several lengths, one that shares a beginning, and one that follows another have the
     scores that they have alone."""
     size = model.get_input_embeddings().weight.shape[0]
