@@ -142,11 +142,15 @@ class Scorer:
         return self.reader.read(table, unreadable)
 
     def score(
-        self, work: ReadyRows, attempt: Attempt | Attempts | None = None, writing: Writing | None = None
+        self,
+        work: ReadyRows,
+        attempt: Attempt | Attempts | None = None,
+        writing: Writing | None = None,
+        upcoming: Callable[[], Prompt | None] = lambda: None,
     ) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order.
 
-        `writing` keeps the texts as they end, and has those of earlier attempts.
+        `writing` keeps the texts as they end, and has those of earlier attempts; `upcoming` is as in `write_texts`.
         """
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -165,7 +169,7 @@ class Scorer:
         # it was.
         if self.writer is not None:
             for some in (*alone[:, None], free):
-                self._write(self.writer, work, some, found, errors, attempt, writing)
+                self._write(self.writer, work, some, found, errors, attempt, writing, upcoming)
         else:
             for row in alone:
                 self._run(work, row[None], found, errors, attempt)
@@ -199,23 +203,15 @@ class Scorer:
         errors: dict[int, str],
         attempt: Attempt | Attempts | None,
         writing: Writing | None,
+        upcoming: Callable[[], Prompt | None],
     ) -> None:
         """Add the texts of rows to `found`, or errors of rows to `errors`."""
-        generation = self.settings.generation
-        assert generation is not None, "there is a writer"
         texts: dict[int, np.ndarray] = {}
         budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
         if getattr(writer, "elsewhere", False):  # it has its own window
             budget = Budget(tokens=sys.maxsize, rows=sys.maxsize)
-        prompts = [
-            Prompt(
-                row=int(work.rows[place]),
-                ids=self._collate(work, place[None])[INPUT_IDS][0],
-                options=generation,
-                begun=EMPTY if writing is None else writing.begun.get(int(work.rows[place]), EMPTY),
-            )
-            for place in places
-        ]
+        begun = {} if writing is None else writing.begun
+        prompts = [replace(self.prompt(work, place), begun=begun.get(int(work.rows[place]), EMPTY)) for place in places]
 
         def ended(one: Ended) -> None:
             texts[one.row] = one.text.tokens
@@ -227,10 +223,19 @@ class Scorer:
             budget.tokens = self.batch_tokens
 
         began = time.perf_counter()
-        write_texts(writer, prompts, budget, ended, errors, attempt=attempt, writing=writing, shrink=shrink)
+        write_texts(
+            writer, prompts, budget, ended, errors, attempt=attempt, writing=writing, shrink=shrink, upcoming=upcoming
+        )
         self.seconds += time.perf_counter() - began
         self.padded_tokens += sum(len(one.ids) for one in prompts)
         self._add_texts(texts, found, errors)
+
+    def prompt(self, work: ReadyRows, place: np.integer) -> Prompt:
+        """Return the prompt of one of `work.rows`, by its place there."""
+        generation = self.settings.generation
+        assert generation is not None, "there is a writer"
+        ids = self._collate(work, np.array([place]))[INPUT_IDS][0]
+        return Prompt(row=int(work.rows[place]), ids=ids, options=generation)
 
     def _add_texts(
         self, texts: Mapping[int, np.ndarray], found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]

@@ -25,7 +25,8 @@ from torchlake.data.features import joined as joined_features
 from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts, read_chunk
-from torchlake.jobs.worker.read_ahead import Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import Ready, Waiting, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.texts import Upcoming
 from torchlake.jobs.worker.writing import Writing, kept
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
@@ -88,6 +89,9 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
         return table, joined(attempt.tokenizing(tokens))
 
+    waiting: Waiting[tuple[pa.Table, ReadyRows]] = Waiting()
+    upcoming = Upcoming(lambda: [(one.name, one.read[1]) for one in waiting.chunks()], scorer.prompt)
+
     def score(group: Sequence[Ready[tuple[pa.Table, ReadyRows]]]) -> list[ScoredChunk]:
         works = [one.read[1] for one in group]
         attempt = group[0].attempt if len(group) == 1 else Attempts([one.attempt for one in group])
@@ -99,8 +103,9 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
             keeping = kept(workspace.rows, chunks, attempt)
         reports: list[ScoredChunk] = []
         start = 0
+        upcoming.restart()
         with keeping as writing:
-            predictions = scorer.score(joined(works), attempt, writing)
+            predictions = scorer.score(joined(works), attempt, writing, upcoming.next)
             for one, work in zip(group, works, strict=True):
                 output = _output(one.read[0], settings, one.chunk, predictions.slice(start, work.count))
                 start += work.count
@@ -122,7 +127,9 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         return ScoredChunk(part=part)
 
     most = settings.chunks_ahead
-    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most)
+    return reading_ahead(
+        workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most, waiting=waiting
+    )
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:

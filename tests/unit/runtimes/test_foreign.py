@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fake_engine
@@ -31,7 +31,9 @@ from torchlake.runtimes._foreign.writer import EngineModel, ForeignWriter
 
 ROWS, BAD = 24, 101
 FAULTS = ["start", "add", "compute", "torn", "header", "sent", "double", "number", "ids", "long", "noise"]
-HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
+HEADERS = st.dictionaries(
+    st.text("abc\n\u00e9", max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3
+)
 FRAMES = st.lists(st.tuples(HEADERS, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), st.integers(0, 4)))
 
 
@@ -79,6 +81,7 @@ class Run:
         assert self.texts == good
 
 
+@settings(max_examples=20)
 @given(FRAMES, st.data())
 def test_frames_come_out_as_they_went_in_however_they_are_torn(frames: list[Any], data: Any) -> None:
     content = b"".join(protocol.pack({**header, "type": "x"}, ids, [0.5] * n) for header, ids, n in frames)
@@ -88,9 +91,12 @@ def test_frames_come_out_as_they_went_in_however_they_are_torn(frames: list[Any]
     found = [frame for piece in pieces for frame in reader.feed(piece)]
     values = [(protocol.ids_of(ids), len(logprobs) // 4) for _, ids, logprobs in found]
     assert values == [(ids, n) for _, ids, n in frames]
-    assert [{**one, "type": "x"}.items() <= got.items() for (one, _, _), (got, _, _) in zip(frames, found, strict=True)]
+    assert [{**got, **one} for (one, _, _), (got, _, _) in zip(frames, found, strict=True)] == [
+        got for got, _, _ in found
+    ]
 
 
+@settings(max_examples=20)
 @given(st.binary(max_size=200))
 def test_other_bytes_are_refused_or_waited_for(content: bytes) -> None:
     with suppress(protocol.BrokenFrame):
@@ -129,6 +135,28 @@ def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) ->
 def test_a_row_that_hangs_and_one_that_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, sleeper=BAD, refused=31, silent_s=0.3)()
     run.check({10: "timeout: gave no answer, twice", 3: "engine: this prompt is refused"})
+
+
+def test_rows_that_are_given_early_are_written_once_and_reported_when_they_are_added(tmp_path: Path) -> None:
+    run = Run(tmp_path, rows=30, starts=tmp_path / "starts", open=8)
+    later = {row: run.prompts.pop(row) for row in range(10, 30)}
+    options, given_early = GenerationOptions(max_new_tokens=16), []
+    for row, ids in run.prompts.items():
+        run.writer.add(row, ids, options)
+    while run.writer.rows:
+        run.writer.step(run.take)
+        while run.writer.room > 0 and len(given_early) < 15:
+            given_early.append(10 + len(given_early))
+            run.writer.give_early(later[given_early[-1]], options)
+    assert given_early
+    assert run.texts.keys() == run.prompts.keys()
+    run.prompts |= later
+    for row, ids in later.items():
+        run.writer.add(row, ids, options)
+    while run.writer.rows:
+        run.writer.step(run.take)
+    run.writer.close()
+    run.check()
 
 
 def test_a_longer_row_gets_an_engine_with_room(tmp_path: Path) -> None:

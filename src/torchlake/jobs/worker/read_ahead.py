@@ -67,6 +67,17 @@ def _close(futures: Iterable[Future[Any]]) -> None:
             one.attempt.close()
 
 
+class Waiting(Generic[Read]):
+    """The chunks that were read and wait to be written, while others are."""
+
+    def __init__(self) -> None:
+        self.futures: deque[Future[Any]] = deque()
+
+    def chunks(self) -> list["Ready[Read]"]:
+        """Return them in their order."""
+        return [one for one in map(_ready, list(self.futures)) if isinstance(one, Ready)]
+
+
 def reading_ahead(
     workspace: Workspace,
     limit_s: float,
@@ -75,13 +86,15 @@ def reading_ahead(
     write: Callable[[Sequence["Ready[Read]"]], Sequence[Result]],
     lost: Callable[[Part], Result],
     most: int = 1,
+    waiting: "Waiting[Read] | None" = None,
 ) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Result]]:
     """Return a worker that yields a result for each (chunk, part name).
 
     `read` runs up to `most` chunks ahead in another thread; `write` gets what it returned for at most `most` chunks,
     writes their parts and returns the results; `lost` returns the result for a part that an earlier attempt has
-    written. Each step of an attempt may take up to `limit_s` seconds.
+    written. Each step of an attempt may take up to `limit_s` seconds. In `waiting` are the chunks that come next.
     """
+    futures: deque[Future[Any]] = deque() if waiting is None else waiting.futures
     journal, parts = Path(workspace.journal), workspace.parts
     if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
         atomic_io.make_private_folder(journal.parents[1])
@@ -113,31 +126,31 @@ def reading_ahead(
         return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
-        waiting: deque[Future[Ready[Read] | Callable[[], Sequence[Result]] | None]] = deque()
+        futures.clear()
 
         def pull() -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
             begun = begin(items)
-            if isinstance(begun, Ready) and len(waiting) < most:
+            if isinstance(begun, Ready) and len(futures) < most:
                 with suppress(RuntimeError):  # the worker has ended
-                    waiting.append(thread.submit(pull))
+                    futures.append(thread.submit(pull))
             return begun
 
         with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="read") as thread:
-            stack.callback(_close, waiting)  # after the thread has ended, which may still be reading
-            waiting.append(thread.submit(pull))
-            while (begun := waiting.popleft().result()) is not None:
+            stack.callback(_close, futures)  # after the thread has ended, which may still be reading
+            futures.append(thread.submit(pull))
+            while (begun := futures.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
                     # The next chunk is pulled only afterwards: if the process dies now, the death has one possible
                     # cause, and no row of another chunk becomes a suspect.
                     results = begun()
-                    waiting.append(thread.submit(pull))
+                    futures.append(thread.submit(pull))
                 else:
                     group = [begun]
-                    while len(group) < most and waiting and isinstance(ahead := _ready(waiting[0]), Ready):
+                    while len(group) < most and futures and isinstance(ahead := _ready(futures[0]), Ready):
                         group.append(ahead)
-                        waiting.popleft()
-                    if not waiting:  # the thread has stopped, because it was far enough ahead
-                        waiting.append(thread.submit(pull))
+                        futures.popleft()
+                    if not futures:  # the thread has stopped, because it was far enough ahead
+                        futures.append(thread.submit(pull))
                     results = finish(group)
                 yield from results
 

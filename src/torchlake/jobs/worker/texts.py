@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,33 @@ class Budget:
         return rows <= 1 or (rows <= self.rows and rows * longest <= self.tokens)
 
 
+class Upcoming:
+    """The prompts of chunks that wait, each once, for a writer that takes rows early.
+
+    `chunks()` are their names and rows, `prompt(rows, place)` the prompt of a row.
+    """
+
+    def __init__(self, chunks: Callable[[], Sequence[tuple[str, Any]]], prompt: Callable[[Any, Any], Prompt]) -> None:
+        self._chunks, self._prompt = chunks, prompt
+        self._given: set[str] = set()
+        self._rows: deque[tuple[Any, Any]] = deque()
+
+    def restart(self) -> None:
+        """Forget the rows of chunks that are written from now on."""
+        self._rows.clear()
+
+    def next(self) -> Prompt | None:
+        """Return another prompt, or None if no other chunk has been read."""
+        while not self._rows:
+            found = next((one for one in self._chunks() if one[0] not in self._given), None)
+            if found is None:
+                return None
+            name, work = found
+            self._given.add(name)
+            self._rows.extend((work, place) for place in np.flatnonzero(~np.isin(work.rows, list(work.errors))))
+        return self._prompt(*self._rows.popleft())
+
+
 def write_texts(
     writer: Writer,
     prompts: Iterable[Prompt],
@@ -60,10 +88,12 @@ def write_texts(
     attempt: Attempt | Attempts | None = None,
     writing: Writing | None = None,
     shrink: Callable[[Sequence[Prompt]], None],
+    upcoming: Callable[[], Prompt | None] = lambda: None,
 ) -> None:
     """Write all prompts; `ended` gets each text, and `errors` the rows that raise.
 
-    `writing` keeps texts as they grow. `shrink` is called with the rows that did not fit into memory.
+    `writing` keeps texts as they grow. `shrink` is called with the rows that did not fit into memory. `upcoming`
+    returns a prompt that is likely to be written by a later call, for a writer that takes rows early.
     """
     by_row = {one.row: one for one in prompts}
     waiting = deque(sorted(by_row.values(), key=lambda one: -one.size))
@@ -92,7 +122,14 @@ def write_texts(
                 writer.add(one.row, one.ids, one.options, one.begun)
             if attempt is not None and not elsewhere and len(running) > before:
                 attempt.narrow(sorted(running), 0 if writing is None else writing.tokens)
+            if elsewhere and not queue:
+                give_early()
             writer.step(report)
+
+    def give_early() -> None:
+        other: Any = writer
+        while other.room > 0 and (one := upcoming()) is not None:
+            other.give_early(one.ids, one.options)
 
     while waiting:
         running: dict[int, Prompt] = {}

@@ -3,10 +3,13 @@
     added rows -> a window of rows that the engine has -> answers in any order -> rows that have ended
 
 Rows beyond the window wait here, so the engine always has more than it computes at once, and a death concerns a bounded
-number of them. A death is a fault of the rows that the engine had: they are tried again in halves, in a new process,
-until one that has died before is alone and dies again: `killed_process: twice`, or `timeout: ...` for a process that
-was silent for `silent_s` seconds and was ended. The window is halved at each death, in case memory was the reason, and
-grows again. Cost: a start of the engine per death, so about log2(window) starts for a row that kills.
+number of them. When the rows of a chunk are running out, those of the next ones are given early, so the engine does not
+drain at the end of a chunk; they are reported when they are added.
+
+A death is a fault of the rows that the engine had: they are tried again in halves, in a new process, until one that has
+died before is alone and dies again: `killed_process: twice`, or `timeout: ...` for a process that was silent for
+`silent_s` seconds and was ended. The window is halved at each death, in case memory was the reason, and grows again.
+Cost: a start of the engine per death, so about log2(window) starts for a row that kills.
 
 A process that breaks the protocol is ended, and no row is to blame. After `MAX_BROKEN` such processes, or `MAX_STARTS`
 in a row that end before they are ready, the job ends.
@@ -16,7 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,12 +44,15 @@ SHORTEST = 1024
 class OpenRow:
     """A row that has not ended."""
 
-    number: int
+    number: int | None
+    "None: it is written early, and nobody has asked for it."
     prompt: np.ndarray
     "(L,) int32"
     options: GenerationOptions
     deaths: int = 0
     "Of processes that had the row."
+    ended: Ended | None = None
+    "Of a row that was written early."
 
     @property
     def size(self) -> int:
@@ -82,6 +88,9 @@ class ForeignWriter:
         "Rows that were open when a process died, tried group by group from the end; before them no other rows."
         self._open: dict[int, OpenRow] = {}
         "By the number in their frames."
+        self._early: dict[tuple[bytes, GenerationOptions], OpenRow] = {}
+        self._claimed: list[Ended] = []
+        "Rows that had ended when they were added."
         self._process: EngineProcess | None = None
         self._window = self._most = self._length = self._next = self._done = self._broken = 0
         self._heard = 0.0
@@ -93,9 +102,27 @@ class ForeignWriter:
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row. It is written from its beginning: `begun` is empty, because parts of texts are not known."""
-        one = OpenRow(row, ids.astype("<i4"), options)
+        prompt = ids.astype("<i4")
+        one = self._early.pop((prompt.tobytes(), options), None) or OpenRow(row, prompt, options)
+        known, one.number = one.number is None, row
         self._rows[row] = one
-        self._waiting.append(one)
+        if one.ended is not None:
+            self._claimed.append(replace(one.ended, row=row))
+        elif not known:
+            self._waiting.append(one)
+
+    @property
+    def room(self) -> int:
+        """How many rows may be given early, so that the engine has enough to do."""
+        return self._window - len(self._open) - len(self._waiting) - len(self._early) if self._process else 0
+
+    def give_early(self, ids: np.ndarray, options: GenerationOptions) -> None:
+        """Take a prompt that is likely to be added later, with these options; an equal one is taken once."""
+        prompt = ids.astype("<i4")
+        if (prompt.tobytes(), options) not in self._early:
+            one = OpenRow(None, prompt, options)
+            self._early[prompt.tobytes(), options] = one
+            self._waiting.append(one)
 
     def text(self, row: int) -> Text:
         """Return the empty text: the engine tells texts that are complete."""
@@ -112,14 +139,18 @@ class ForeignWriter:
     def close(self) -> None:
         """End the process, and forget all rows."""
         self._end()
-        for some in (self._rows, self._open, self._waiting, self._groups):
+        for some in (self._rows, self._open, self._waiting, self._groups, self._early, self._claimed):
             some.clear()
 
     def _step(self) -> list[Ended]:
-        ended: list[Ended] = []
+        ended, self._claimed = self._claimed, []
+        for one in ended:
+            del self._rows[one.row]
+        if not (self._open or self._waiting or any(self._groups)):
+            return ended
         try:
             process = self._feed()
-            for header, ids, logprobs in process.exchange(STEP_S):
+            for header, ids, logprobs in process.exchange(0.0 if ended else STEP_S):
                 ended += self._answer(header, ids, logprobs)
             if self._open and time.monotonic() - self._heard > self._model.silent_s:
                 raise EngineDied(f"gave no answer for {self._model.silent_s:g} s")
@@ -197,15 +228,23 @@ class ForeignWriter:
         if one is None:
             raise protocol.BrokenFrame(f"an answer to row {number!r}, which it does not have")
         if kind == "done":
-            ended = Ended(row=one.number, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
+            ended = Ended(row=-1, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
         else:
-            ended = Ended(row=one.number, text=EMPTY, reason="failed", error=f"engine: {reason}")
-        del self._open[number], self._rows[one.number]
+            ended = Ended(row=-1, text=EMPTY, reason="failed", error=f"engine: {reason}")
+        del self._open[number]
         self._heard = time.monotonic()
         self._done += 1
         if self._done >= self._window and not self._groups:
             self._window, self._done = min(self._most, 2 * self._window), 0
-        return [ended]
+        return self._finish(one, ended)
+
+    def _finish(self, one: OpenRow, ended: Ended) -> list[Ended]:
+        """Return what is to be reported of a row that has ended; nothing of one that nobody has asked for."""
+        if one.number is None:
+            one.ended = ended
+            return []
+        del self._rows[one.number]
+        return [replace(ended, row=one.number)]
 
     def _text(self, one: OpenRow, reason: Any, ids: bytes, logprobs: bytes) -> Text:
         tokens = np.frombuffer(ids, "<i4")
@@ -241,10 +280,9 @@ class ForeignWriter:
             one.deaths += 1
         self._window = max(1, self._window // 2)
         if len(rows) == 1 and rows[0].deaths > 1:
-            del self._rows[rows[0].number]
             silent = why.startswith("gave no answer")
             error = "timeout: gave no answer, twice" if silent else "killed_process: twice"
-            return [Ended(row=rows[0].number, text=EMPTY, reason="failed", error=error)]
+            return self._finish(rows[0], Ended(row=-1, text=EMPTY, reason="failed", error=error))
         half = (len(rows) + 1) // 2
         self._groups += [deque(some) for some in (rows[half:], rows[:half]) if some]
         return []
