@@ -117,6 +117,7 @@ VARIABLES = {
     "TORCHLAKE_FAILPOINT": _TEST,
     "TORCHLAKE_FAILPOINT_LOG": _TEST,
     "TORCHLAKE_FAILPOINT_ONCE": _TEST,
+    "TORCHLAKE_RUNTIME_PYTHON_VLLM": "The interpreter of the runtime `vllm` on this machine.",
     "TORCHLAKE_TEST_CPU": "Limits torchlake to the features of a class of CPUs, for tests: `avx2`, `avx2_vnni`, "
     "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It never adds a feature.",
     "TORCHLAKE_LANE": _INTERNAL,

@@ -64,9 +64,11 @@ def checked_versions(python: str, server: Path, *, imported: bool = False) -> di
         raise UsageError(f"{where}: it gave no answer in {CHECK_S:g} s.") from None
     except OSError as error:  # not executable, or of another architecture
         raise UsageError(f"{where}: it cannot be started: {error.strerror or error}.") from error
-    with suppress(ValueError, KeyError, TypeError, IndexError):
+    found = None
+    with suppress(ValueError, IndexError):
         found = json.loads(done.stdout.splitlines()[-1])
-        check_protocol(found["protocol"], where)
+    if isinstance(found, dict) and isinstance(found.get("versions"), dict):
+        check_protocol(found.get("protocol"), where)
         return {str(name): str(one) for name, one in found["versions"].items()}
     printed = last_lines(done.stdout + done.stderr) or "nothing"
     raise UsageError(f"{where}: the engine is not installed there, or does not load. It printed:\n{printed}")
