@@ -45,7 +45,7 @@ class OpenRow:
     """A row that has not ended."""
 
     number: int | None
-    "None: it is written early, and nobody has asked for it."
+    "None: it is written early, and was not added so far."
     prompt: np.ndarray
     "(L,) int32"
     options: GenerationOptions
@@ -239,7 +239,7 @@ class ForeignWriter:
         return self._finish(one, ended)
 
     def _finish(self, one: OpenRow, ended: Ended) -> list[Ended]:
-        """Return what is to be reported of a row that has ended; nothing of one that nobody has asked for."""
+        """Return what is to be reported of a row that has ended; nothing of one that was not added so far."""
         if one.number is None:
             one.ended = ended
             return []
