@@ -3,7 +3,7 @@
     torchlake runtime-env vllm requirements-vllm.txt      the versions that were tested, for another environment
     torchlake predict MODEL TABLE OUTPUT --runtime vllm --runtime-python /opt/vllm/bin/python
 
-vLLM computes in half precision on GPUs, and a text may depend on the rows beside it unless VLLM_BATCH_INVARIANT=1 is
+vLLM computes in half precision on GPUs, and texts may depend on the rows beside them unless VLLM_BATCH_INVARIANT=1 is
 set: a job that is resumed keeps the texts that it has. Seeds are of each row.
 """
 

@@ -94,7 +94,7 @@ def reading_ahead(
     writes their parts and returns the results; `lost` returns the result for a part that an earlier attempt has
     written. Each step of an attempt may take up to `limit_s` seconds. In `waiting` are the chunks that come next.
     """
-    futures: deque[Future[Any]] = deque() if waiting is None else waiting.futures
+    futures = (waiting or Waiting()).futures
     journal, parts = Path(workspace.journal), workspace.parts
     if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
         atomic_io.make_private_folder(journal.parents[1])
@@ -126,8 +126,6 @@ def reading_ahead(
         return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
-        futures.clear()
-
         def pull() -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
             begun = begin(items)
             if isinstance(begun, Ready) and len(futures) < most:

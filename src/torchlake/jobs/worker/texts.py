@@ -78,6 +78,12 @@ class Upcoming:
         return self._prompt(*self._rows.popleft())
 
 
+def give_early(writer: Any, upcoming: Callable[[], Prompt | None]) -> None:
+    """Give a writer rows of later calls as far as it has room."""
+    while writer.room > 0 and (one := upcoming()) is not None:
+        writer.give_early(one.ids, one.options)
+
+
 def write_texts(
     writer: Writer,
     prompts: Iterable[Prompt],
@@ -123,13 +129,8 @@ def write_texts(
             if attempt is not None and not elsewhere and len(running) > before:
                 attempt.narrow(sorted(running), 0 if writing is None else writing.tokens)
             if elsewhere and not queue:
-                give_early()
+                give_early(writer, upcoming)
             writer.step(report)
-
-    def give_early() -> None:
-        other: Any = writer
-        while other.room > 0 and (one := upcoming()) is not None:
-            other.give_early(one.ids, one.options)
 
     while waiting:
         running: dict[int, Prompt] = {}

@@ -219,4 +219,4 @@ class EngineProcess:
 
 
 Launch = Callable[[int], EngineProcess]
-"Starts an engine for prompts and texts of at most so many tokens together."
+"Starts an engine for rows of at most this number of tokens, prompt and answer together."

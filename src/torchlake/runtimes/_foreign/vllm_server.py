@@ -33,7 +33,7 @@ def versions(imported: bool) -> dict[str, str]:
     return found
 
 
-class Engine:
+class VllmEngine:
     """vLLM's engine, with the model of `hello`."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
@@ -107,4 +107,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    protocol.serve(Engine, versions)
+    protocol.serve(VllmEngine, versions)

@@ -65,7 +65,7 @@ class EngineModel:
     """What the answers of a model have to be."""
 
     ends: Collection[int]
-    "The tokens that end a text."
+    "The tokens that end texts."
     vocabulary: int
     positions: int | None
     "The most tokens of prompt and text; None: no limit."
