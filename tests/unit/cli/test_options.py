@@ -61,6 +61,7 @@ OPTIONS = {
             "--top-k",
             "--top-p",
             "--stop",
+            "--runtime-python",
             "--seed",
             "--chat",
         }
@@ -125,7 +126,8 @@ OPTIONS = {
     "verify": frozenset({"--processes", "--engine", "--set"}),
     "export": frozenset({"--format", "--pooling"}),
     "report": frozenset(set()),
-    "doctor": frozenset(set()),
+    "doctor": frozenset({"--runtime", "--runtime-python"}),
+    "runtime-env": frozenset(set()),
     "demo": frozenset({"--folder", "--rows", "--task"}),
     "version": frozenset(set()),
 }
@@ -142,6 +144,7 @@ ARGUMENTS = {
     "verify": ["output"],
     "export": ["model", "folder"],
     "report": ["run"],
+    "runtime-env": ["runtime", "path"],
 }
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

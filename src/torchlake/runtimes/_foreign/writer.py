@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 STEP_S = 1.0
 MAX_STARTS, MAX_BROKEN = 3, 3
-MOST_ROWS = 4096
-"Rows that wait here for room in the window."
+SILENT = "gave no answer"
 SHORTEST = 1024
 "Tokens that an engine is started for at least, so that longer rows seldom need another start."
 
@@ -94,6 +93,7 @@ class ForeignWriter:
         self._process: EngineProcess | None = None
         self._window = self._most = self._length = self._next = self._done = self._broken = 0
         self._heard = 0.0
+        self._asked = self._replied = False
 
     @property
     def rows(self) -> Sequence[int]:
@@ -152,13 +152,24 @@ class ForeignWriter:
             process = self._feed()
             for header, ids, logprobs in process.exchange(0.0 if ended else STEP_S):
                 ended += self._answer(header, ids, logprobs)
-            if self._open and time.monotonic() - self._heard > self._model.silent_s:
-                raise EngineDied(f"gave no answer for {self._model.silent_s:g} s")
+            self._check_silence(process)
         except EngineDied as death:
             ended += self._died(str(death))
         except protocol.BrokenFrame as error:
             self._discard(str(error))
         return ended
+
+    def _check_silence(self, process: EngineProcess) -> None:
+        """Ask a process that has been silent for half of the time; raise EngineDied after all of it."""
+        limit_s, silent_s = self._model.silent_s, time.monotonic() - self._heard
+        if not self._open or silent_s < limit_s / 2:
+            self._asked, self._replied = False, False
+        elif silent_s > limit_s:
+            does = "computes, and no row has ended" if self._replied else "hangs"
+            raise EngineDied(f"{SILENT} for {limit_s:g} s: it {does}")
+        elif not self._asked:
+            self._asked = True
+            process.send(protocol.pack({"type": "ping"}))
 
     def _feed(self) -> EngineProcess:
         """Fill the window, and return the process, which is started if need be."""
@@ -221,6 +232,7 @@ class ForeignWriter:
         """Return the row that a frame ends, if any. Raises BrokenFrame."""
         kind, number, reason = header["type"], header.get("row"), header.get("reason")
         if kind == "pong":
+            self._replied = True
             return []
         if kind not in ("done", "failed"):
             raise protocol.BrokenFrame(f"a frame {kind!r}")
@@ -280,8 +292,7 @@ class ForeignWriter:
             one.deaths += 1
         self._window = max(1, self._window // 2)
         if len(rows) == 1 and rows[0].deaths > 1:
-            silent = why.startswith("gave no answer")
-            error = "timeout: gave no answer, twice" if silent else "killed_process: twice"
+            error = "timeout: gave no answer, twice" if why.startswith(SILENT) else "killed_process: twice"
             return self._finish(rows[0], Ended(row=-1, text=EMPTY, reason="failed", error=error))
         half = (len(rows) + 1) // 2
         self._groups += [deque(some) for some in (rows[half:], rows[:half]) if some]
