@@ -152,7 +152,8 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _rank(config: Mapping[str, Any]) -> int:
-    return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    ranks: list[int] = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+    return max(ranks)
 
 
 def sampling(ends: tuple[int, ...], prompt: np.ndarray, options: GenerationOptions) -> dict[str, Any]:

@@ -325,17 +325,20 @@ def with_versions(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
 
     On a cluster a worker finds them. Raises UsageError.
     """
-    module: Any = plugins.load("runtimes", settings.runtime) if has_own_python(settings.runtime) else None
-    if module is None:
+    runtime = settings.runtime
+    if not isinstance(runtime, str) or not has_own_python(runtime):
         foreign_python(settings)
         return settings
-    if settings.generation is not None and (reason := module.cannot_write(settings.generation)):
-        raise UsageError(f"The runtime {settings.runtime!r}: {reason}.")
+    reason = (
+        None if settings.generation is None else plugins.load("runtimes", runtime).cannot_write(settings.generation)
+    )
+    if reason is not None:
+        raise UsageError(f"The runtime {runtime!r}: {reason}.")
     worker = partial(make_versions_worker, settings)
     if isinstance(engine, Local):
-        (versions,) = worker()(iter([settings.runtime]))
+        (versions,) = worker()(iter([runtime]))
     else:
-        (versions,) = engine.run_chunks(worker, [settings.runtime], resources=Resources(processes=1))
+        (versions,) = engine.run_chunks(worker, [runtime], resources=Resources(processes=1))
     return replace(settings, versions=versions)
 
 

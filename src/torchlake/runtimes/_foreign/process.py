@@ -91,6 +91,9 @@ def last_lines(content: bytes) -> str:
 class EngineProcess:
     """A running server; `hello` is the first frame that it gets."""
 
+    _failed: OSError | None = None
+    "Why it could not be started."
+
     def __init__(self, python: str, server: Path, hello: Mapping[str, Any]) -> None:
         self.where = f"{python} on {gethostname()}"
         self.code: int | None = None
@@ -99,7 +102,6 @@ class EngineProcess:
         self._out = bytearray(protocol.pack({"type": "hello", "protocol": protocol.VERSION, **hello}))
         self._pipes: list[int] = []
         started = threading.Event()
-        self._failed: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog = start_watchdog(0.0)
         self._running = threading.Thread(target=self._run, args=(python, server, started), name="engine", daemon=True)

@@ -236,9 +236,9 @@ class ForeignWriter:
             return []
         if kind not in ("done", "failed"):
             raise protocol.BrokenFrame(f"a frame {kind!r}")
-        one = self._open.get(number) if isinstance(number, int) else None
-        if one is None:
+        if not isinstance(number, int) or number not in self._open:
             raise protocol.BrokenFrame(f"an answer to row {number!r}, which it does not have")
+        one = self._open[number]
         if kind == "done":
             ended = Ended(row=-1, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
         else:
