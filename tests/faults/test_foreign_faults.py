@@ -33,7 +33,7 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
     return sorted(pq.read_table(output).to_pylist(), key=lambda row: row["id"])
 
 
-def written(job: dict[str, Any], output: Path, **variables: str) -> list[dict[str, Any]]:
+def written(job: dict[str, Any], output: Path, **variables: Any) -> list[dict[str, Any]]:
     done = scoring_runs.predict({**job, "output": output}, **variables)
     assert done.returncode == 0, done.stderr
     assert not staging_of(output).exists()
@@ -47,19 +47,17 @@ def expected(job: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_killed_between_done_and_the_journal(job: dict[str, Any], tmp_path: Path) -> None:
-    """The server dies after it has sent an answer; then the worker, before it is kept."""
+    """The server dies after it has sent an answer; then the worker, before and after it is kept."""
     whole = expected(job, tmp_path)
-    python = fake_engine.interpreter(tmp_path, fault="sent:9")
-    for number, point in enumerate((None, "journal.write:5:kill9", "journal.done:5:kill9")):
-        once = tmp_path / f"once-{number}"
-        options = {**job, "runtime_python": fake_engine.interpreter(tmp_path) if point else python}
-        output = tmp_path / f"out-{number}"
-        if point is not None:
-            scoring_runs.predict({**options, "output": output}, failpoint=point, once=once)
-            assert once.exists()
-        assert written(options, output) == whole
+    sound, torn = fake_engine.interpreter(tmp_path), fake_engine.interpreter(tmp_path, fault="sent:9")
+    assert written({**job, "runtime_python": torn}, tmp_path / "server") == whole
+    for point in ("journal.write:5:kill9", "journal.done:5:kill9"):
+        once, output = tmp_path / f"once-{point}", tmp_path / f"out-{point}"
+        assert written({**job, "runtime_python": sound}, output, failpoint=point, once=once) == whole
+        assert once.exists()
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_the_engine_is_an_error_row_of_the_table(job: dict[str, Any], tmp_path: Path) -> None:
     from torchlake.models.load import load_tokenizer
 
@@ -112,6 +110,7 @@ def _parent(pid: int) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_the_variable_names_the_interpreter(job: dict[str, Any], tmp_path: Path) -> None:
     """On each machine, so that a cluster may have it in several places."""
     python = fake_engine.interpreter(tmp_path)

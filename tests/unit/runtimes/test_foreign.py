@@ -1,5 +1,6 @@
 """Engines in an interpreter of their own: frames, faults by number, rows that kill, interpreters that are useless."""
 
+import json
 import os
 import signal
 import subprocess
@@ -254,11 +255,12 @@ def test_without_an_interpreter_and_with_a_useless_one(tiny_gpt2: Path, tmp_path
 def test_the_whole_group_ends_with_the_worker(tmp_path: Path) -> None:
     """A worker that is killed takes the engine with it, and a process that the engine started."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import numpy as np; from pathlib import Path\n"
-        "from test_foreign import Run; Run(Path(sys.argv[2]), fault='silent:3', child=1, starts=sys.argv[3])()\n"
+        "import json, sys, time; from pathlib import Path; from torchlake.runtimes._foreign.process import EngineProcess\n"
+        "EngineProcess(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).ready(); time.sleep(600)\n"
     )
-    folders = [str(Path(__file__).parent), str(tmp_path), str(tmp_path / "pids")]
-    worker = subprocess.Popen([sys.executable, "-c", code, *folders], env=scoring_runs.environment(None, None, {}))
+    python = fake_engine.interpreter(tmp_path, child=1, starts=tmp_path / "pids")
+    hello = json.dumps({"model": "m", "length": 1024})
+    worker = subprocess.Popen([sys.executable, "-c", code, python, str(vllm.SERVER), hello])
     scoring_runs.wait_for(lambda: (tmp_path / "pids").exists() and "\n" in (tmp_path / "pids").read_text())
     engine = psutil.Process(int((tmp_path / "pids").read_text().split()[0]))
     engines = [engine, *engine.children()]
