@@ -255,7 +255,8 @@ def test_without_an_interpreter_and_with_a_useless_one(tiny_gpt2: Path, tmp_path
 def test_the_whole_group_ends_with_the_worker(tmp_path: Path) -> None:
     """A worker that is killed takes the engine with it, and a process that the engine started."""
     code = (
-        "import json, sys, time; from pathlib import Path; from torchlake.runtimes._foreign.process import EngineProcess\n"
+        "import json, sys, time; from pathlib import Path\n"
+        "from torchlake.runtimes._foreign.process import EngineProcess\n"
         "EngineProcess(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).ready(); time.sleep(600)\n"
     )
     python = fake_engine.interpreter(tmp_path, child=1, starts=tmp_path / "pids")
