@@ -75,7 +75,7 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     structure = read_structure(given)
     given = {name: value for name, value in given.items() if name not in OPTIONS}
     if structure is not None and "stop" in given:
-        raise UsageError(f"stop: {structure.kind} decides where a text ends. Leave one of them out.")
+        raise UsageError(f"stop: {structure.kind} decides where an answer ends. Leave one of them out.")
     options = GenerationOptions(**given, structure=structure)
     drawing = [name for name in ("top_k", "top_p", "seed") if name in given]
     if options.temperature == 0 and drawing:

@@ -1,6 +1,6 @@
 """Which token comes next: the scores of every row in, a token of every row out.
 
-    scores (B, V) -> tokens that the row's grammar allows -> temperature, top_k, top_p -> the row's own draw -> tokens (B,)
+    scores (B, V) -> tokens that its grammar allows -> temperature, top_k, top_p -> the row's own draw -> tokens (B,)
 
 Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
 computed together.
@@ -44,7 +44,7 @@ def look_ahead(rows: Sequence[Row]) -> None:
 
 
 def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the scores with -inf for the tokens that a row's grammar excludes, and the rows without another, (B,) bool.
+    """Return the scores with -inf for tokens that a row's grammar excludes, and whether no other is left, (B,) bool.
 
     A row for which the model itself allows one token only, such as the language at the start, keeps it.
     """

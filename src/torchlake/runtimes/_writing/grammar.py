@@ -73,7 +73,7 @@ class Guide:
             self.take(token)
 
     def take(self, token: int) -> None:
-        """Follow the text with its next token; a special one, which the model forced (a language), is not part of it."""
+        """Follow the text with its next token; a special one, such as a language that is forced, is not part of it."""
         self.computed = None
         if not self.grammar.tokens.is_special_token(token):
             self.matcher.consume_token(token)
@@ -95,8 +95,8 @@ class Guide:
             self.grammar.start([self])
         assert self.computed is not None, "it was started"
         done, place = self.computed
-        masks: np.ndarray = done.result()
-        return masks[place]
+        bits: np.ndarray = done.result()[place]
+        return bits
 
 
 def guide_of(structure: Structure, tokenizer: Any, ends: Sequence[int], begun: Sequence[int]) -> Guide:
