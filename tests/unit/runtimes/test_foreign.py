@@ -136,7 +136,7 @@ def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) ->
 
 def test_a_row_that_hangs_and_one_that_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, sleeper=BAD, refused=31, silent_s=0.3)()
-    run.check({10: "timeout: gave no answer, twice", 3: "engine: this prompt is refused"})
+    run.check({10: "timeout: gave no answer, twice", 3: "engine_refused: this prompt is refused"})
 
 
 def test_rows_that_are_given_early_are_written_once_and_reported_when_they_are_added(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_server_of_vllm_with_the_parts_of_vllm_that_it_uses(tmp_path: Path) 
     run.writer.add(2, prompt, GenerationOptions(**sampled, top_k=13))
     run.writer.add(3, prompt, GenerationOptions(**sampled, stop=("x",)))
     run()
-    assert (run.texts, run.errors) == ({1: [3, 2], 3: [3, 2, 1, END]}, {2: "engine: top_k is 13"})
+    assert (run.texts, run.errors) == ({1: [3, 2], 3: [3, 2, 1, END]}, {2: "engine_refused: top_k is 13"})
 
 
 def test_every_option_is_translated_or_refused() -> None:

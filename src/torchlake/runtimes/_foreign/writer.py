@@ -242,7 +242,7 @@ class ForeignWriter:
         if kind == "done":
             ended = Ended(row=-1, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
         else:
-            ended = Ended(row=-1, text=EMPTY, reason="failed", error=f"engine: {reason}")
+            ended = Ended(row=-1, text=EMPTY, reason="failed", error=f"engine_refused: {reason}")
         del self._open[number]
         self._heard = time.monotonic()
         self._done += 1
