@@ -4,6 +4,7 @@ Stored tables, frames and SQL functions share them. Nothing here reads a row.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -121,6 +122,8 @@ def scoring_settings(
             choice = replace(choice, runtime=recorded)
     else:
         choice = requested(folder, spec.task, runtime, pairs=pairs)
+    if settings.get("runtime_python") is not None:  # workers may run in another folder; links are kept
+        settings["runtime_python"] = os.path.abspath(os.path.expanduser(settings["runtime_python"]))
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     if "embedding" in settings and spec.task != EMBEDS:

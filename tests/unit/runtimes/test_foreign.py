@@ -128,6 +128,13 @@ def test_three_deaths_before_ready_end_the_job_with_the_last_lines(tmp_path: Pat
         Run(tmp_path, fault="start")()
 
 
+def test_an_engine_that_never_answers_ends_the_job_and_blames_few_rows(tmp_path: Path) -> None:
+    run = Run(tmp_path, fault="add:1")
+    with pytest.raises(EngineFailed, match="20 times without an answer"):
+        run()
+    assert len(run.starts) == 20
+
+
 def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) -> None:
     run = Run(tmp_path, killer=BAD)()
     run.check({10: "killed_process: twice"})

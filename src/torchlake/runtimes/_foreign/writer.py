@@ -11,8 +11,8 @@ died before is alone and dies again: `killed_process: twice`, or `timeout: ...` 
 `silent_s` seconds and was ended. The window is halved at each death, in case memory was the reason, and grows again.
 Cost: a start of the engine per death, so about log2(window) starts for a row that kills.
 
-A process that breaks the protocol is ended, and no row is to blame. After `MAX_BROKEN` such processes, or `MAX_STARTS`
-in a row that end before they are ready, the job ends.
+A process that breaks the protocol is ended, and no row is to blame. After `MAX_BROKEN` such processes, `MAX_STARTS` in
+a row that end before they are ready, or `MAX_DEATHS` in a row without an answer, the job ends.
 """
 
 import logging
@@ -33,7 +33,7 @@ from torchlake.runtimes._foreign.process import EngineDied, EngineProcess, Launc
 log = logging.getLogger(__name__)
 
 STEP_S = 1.0
-MAX_STARTS, MAX_BROKEN = 3, 3
+MAX_STARTS, MAX_BROKEN, MAX_DEATHS = 3, 3, 20
 SILENT = "gave no answer"
 SHORTEST = 1024
 "Tokens that an engine is started for at least, so that longer rows seldom need another start."
@@ -91,7 +91,8 @@ class ForeignWriter:
         self._claimed: list[Ended] = []
         "Rows that had ended when they were added."
         self._process: EngineProcess | None = None
-        self._window = self._most = self._length = self._next = self._done = self._broken = 0
+        self._window = self._most = self._length = self._next = self._done = 0
+        self._broken = self._deaths = 0
         self._heard = 0.0
         self._asked = self._replied = False
 
@@ -244,7 +245,7 @@ class ForeignWriter:
         else:
             ended = Ended(row=-1, text=EMPTY, reason="failed", error=f"engine_refused: {reason}")
         del self._open[number]
-        self._heard = time.monotonic()
+        self._heard, self._deaths = time.monotonic(), 0
         self._done += 1
         if self._done >= self._window and not self._groups:
             self._window, self._done = min(self._most, 2 * self._window), 0
@@ -288,6 +289,12 @@ class ForeignWriter:
         self._end()
         self._open.clear()
         log.warning("%s: the engine %s, and had %d rows", process.where, why, len(rows))
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            raise EngineFailed(
+                f"{process.where}: the engine died {MAX_DEATHS} times without an answer; the last time it {why}. It "
+                f"printed last:\n{process.printed}"
+            )
         for one in rows:
             one.deaths += 1
         self._window = max(1, self._window // 2)
