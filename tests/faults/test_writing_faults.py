@@ -30,7 +30,7 @@ def succeed(job: dict[str, Any], output: Path, **variables: str) -> list[dict[st
 
 
 def kill_at(job: dict[str, Any], tmp_path: Path, points: list[str], **options: Any) -> None:
-    """Killed at each point, the worker or the whole job: the same texts, and only those in the batch are repeated."""
+    """Killed at each point, the worker or the whole job: the same texts, and only those in the writer are repeated."""
     whole = succeed(job, tmp_path / "whole", SCORED_LOG=str(tmp_path / "log"))
     for number, point in enumerate(points):
         output, log = tmp_path / f"out-{number}", tmp_path / f"log-{number}"
@@ -41,13 +41,14 @@ def kill_at(job: dict[str, Any], tmp_path: Path, points: list[str], **options: A
         assert once.exists(), f"{point} was not reached"
         assert succeed({**job, **options}, output, SCORED_LOG=str(log)) == whole, point
         written = len(log.read_text().split())
-        assert written <= ROWS + job["chunk_rows"], f"{point}: {written} texts were begun"
+        assert written <= 2 * ROWS, f"{point}: {written} texts were begun"
 
 
 def test_killed_while_a_text_is_kept(job: dict[str, Any], tmp_path: Path) -> None:
     """The worker dies; its successor has the seven texts that had ended."""
     kill_at(job, tmp_path, ["journal.write:8"])
-    assert len((tmp_path / "log-0").read_text().split()) == ROWS + 12 - 7
+    begun = len((tmp_path / "log-0").read_text().split())
+    assert ROWS + 12 - 7 <= begun <= ROWS + ROWS - 7, "both chunks may have been in the writer"
 
 
 @pytest.mark.slow

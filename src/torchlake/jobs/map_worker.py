@@ -6,7 +6,7 @@ The function sees each row once, unless its batch raises or dies; it must not de
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import Ready, Workspace, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import More, Ready, Workspace, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part, schema_in_words
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.formats.types import common_type
@@ -88,8 +88,10 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
             examples=examples_of(chunk, reasons),
         )
 
-    def write_each(group: Sequence[Ready[tuple[pa.Table, dict[int, str]]]]) -> list[MappedChunk]:
-        return [write(*one) for one in group]
+    def write_each(
+        group: Sequence[Ready[tuple[pa.Table, dict[int, str]]]], more: More[tuple[pa.Table, dict[int, str]]]
+    ) -> Generator[tuple[Ready[tuple[pa.Table, dict[int, str]]], MappedChunk], None, None]:
+        return ((one, write(*one)) for one in group)
 
     def lost(part: Part) -> MappedChunk:
         return MappedChunk(part=part)

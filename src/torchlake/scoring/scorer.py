@@ -15,14 +15,15 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 
 import gc
 import logging
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from torchlake.data.features import INPUT_IDS, first_equal, joined_outputs
 from torchlake.errors import TaskError, Unavailable, UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
-from torchlake.jobs.worker.texts import Budget, Prompt, write_texts
+from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE, NOTHING
@@ -69,6 +70,34 @@ class Prepared:
     inputs: Callable[[], dict[str, np.ndarray]]
     beside: np.ndarray = field(default_factory=lambda: NO_ROWS)
     "(M,) int64, the rows that threads collate in the meantime."
+
+
+@dataclass(kw_only=True)
+class ScoredRows:
+    """Rows that are scored together with others, or alone."""
+
+    work: ReadyRows
+    errors: dict[int, str]
+    "The errors of rows, {number in the part: reason}"
+    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    "Rows (B,) and their outputs (B, ...)."
+    texts: dict[int, np.ndarray] = field(default_factory=dict)
+    "The tokens (W,) of rows that are written."
+    same: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    "(M,) int64, the place of the row that is computed for each of `work.rows`."
+    prompts: list[Prompt] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
+    "The numbers that the rows still to be written have in the writer;"
+    first: int = 0
+    "the first row has this one."
+
+    def end(self, row: int, result: Ended | str) -> None:
+        """Take the text of a row, or the reason why it has none; rows are numbered as in the writer."""
+        self.left.remove(row)
+        if isinstance(result, str):
+            self.errors[row - self.first] = result
+        else:
+            self.texts[row - self.first] = result.text.tokens
 
 
 @dataclass(kw_only=True)
@@ -141,49 +170,123 @@ class Scorer:
         """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
-    def score(
-        self,
-        work: ReadyRows,
-        attempt: Attempt | Attempts | None = None,
-        writing: Writing | None = None,
-        upcoming: Callable[[], Prompt | None] = lambda: None,
-    ) -> pa.Table:
-        """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order.
-
-        `writing` keeps the texts as they end, and has those of earlier attempts; `upcoming` is as in `write_texts`.
-        """
-        errors = dict(work.errors)
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
-        known = np.isin(work.rows[ready], [] if writing is None else list(writing.known))
-        suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"])) & ~known
-        # Of equal rows the first one is computed: one that is known, else the suspect, which runs alone and stands for
-        # the rows that equal it.
-        ready = np.concatenate([ready[known], ready[suspected], ready[~known & ~suspected]])
-        first = ready if self._samples else first_equal(work.features, ready)
-        chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
-        done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
-        if writing is not None and len(done):
-            self._add_texts({row: writing.known[row] for row in work.rows[done].tolist()}, found, errors)
+    def score(self, work: ReadyRows, attempt: Attempt | None = None) -> pa.Table:
+        """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
+        suspects: Set[int] = set() if attempt is None else attempt.suspects["score"]
+        if self.writer is not None:
+            started = self.start(work, 0, suspects)
+            waiting = [started.prompts]
+            with closing(Attempts([] if attempt is None else [attempt])) as attempts:
+                for row, result in self.write(
+                    lambda: waiting.pop() if waiting else [], None if attempt is None else attempts
+                ):
+                    started.end(row, result)
+            return self.finish(started)
+        part, alone, free = self._chosen(work, suspects)
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
-        if self.writer is not None:
-            for some in (*alone[:, None], free):
-                self._write(self.writer, work, some, found, errors, attempt, writing, upcoming)
-        else:
-            for row in alone:
-                self._run(work, row[None], found, errors, attempt)
-            for prepared in self._prepared(work, self._batches(work, free)):
-                self._run(work, prepared.rows, found, errors, attempt, prepared)
+        for row in alone:
+            self._run(part, row[None], attempt)
+        for prepared in self._prepared(work, self._batches(work, free)):
+            self._run(part, prepared.rows, attempt, prepared)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
             attempt.idle()
+        return self._assemble(part)
+
+    def start(
+        self, work: ReadyRows, first: int, suspects: Set[int] = frozenset(), writing: Writing | None = None
+    ) -> ScoredRows:
+        """Return rows with their prompts, to be given to `write`; `first` is the number of the first one there.
+
+        `writing` has the texts of earlier attempts.
+        """
+        generation = self.settings.generation
+        assert generation is not None, "the task writes"
+        known = {} if writing is None else {row - first: text for row, text in writing.known.items() if row >= first}
+        begun = {} if writing is None else writing.begun
+        part, alone, free = self._chosen(work, {row - first for row in suspects}, known)
+        part.first = first
+        for place in (*alone, *free):
+            row = int(work.rows[place])
+            part.prompts.append(
+                Prompt(
+                    row=first + row,
+                    ids=self._collate(work, place[None])[INPUT_IDS][0],
+                    options=generation,
+                    begun=begun.get(first + row, EMPTY),
+                    alone=place in alone,
+                )
+            )
+        part.left = {one.row for one in part.prompts}
+        self.padded_tokens += sum(len(one.ids) for one in part.prompts)
+        return part
+
+    def write(
+        self,
+        more: Callable[[], Sequence[Prompt]],
+        attempts: Attempts | None = None,
+        writing: Writing | None = None,
+    ) -> Iterator[tuple[int, Ended | str]]:
+        """Yield each row of the prompts that `more` returns, with its text or the reason why it has none.
+
+        `writing` keeps the texts as they end.
+        """
+        assert self.writer is not None, "the task writes"
+        budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
+
+        def shrink(prompts: Sequence[Prompt]) -> None:
+            self._shrink(len(prompts) * max(one.size for one in prompts))
+            budget.tokens = self.batch_tokens
+
+        texts = Texts(writer=self.writer, budget=budget, more=more, attempts=attempts, shrink=shrink)
+        if writing is not None:
+            texts.report = writing.report
+        if attempts is not None:
+            attempts.elsewhere = getattr(self.writer, "elsewhere", False)
+        began = time.perf_counter()
+        for row, result in texts.write():
+            self.seconds += time.perf_counter() - began
+            self.startup.setdefault("first batch", time.perf_counter() - began)
+            if isinstance(result, Ended):
+                self.written += int((result.text.tokens >= 0).sum())
+            yield row, result
+            began = time.perf_counter()
+
+    def finish(self, part: ScoredRows) -> pa.Table:
+        """Return what `score` returns of rows that are written."""
+        rows = np.array(list(part.texts), np.int64)
+        out = np.full((len(rows), max(1, *map(len, part.texts.values()), 0)), NOTHING, np.int32)
+        for place, tokens in enumerate(part.texts.values()):
+            out[place, : len(tokens)] = tokens
+        if len(rows):
+            part.errors |= _non_finite_rows(rows, out)
+            part.found.append((rows, out))
+        return self._assemble(part)
+
+    def _chosen(
+        self, work: ReadyRows, suspects: Set[int], known: Mapping[int, np.ndarray] = MappingProxyType({})
+    ) -> tuple[ScoredRows, np.ndarray, np.ndarray]:
+        """Return a part, and the places of its rows that are computed: suspects, and others.
+
+        Of equal rows the first one is computed: one that is known, else the suspect, which runs alone and stands for
+        the rows that equal it.
+        """
+        part = ScoredRows(work=work, errors=dict(work.errors))
+        ready = np.flatnonzero(~np.isin(work.rows, list(part.errors)))
+        done = np.isin(work.rows[ready], list(known))
+        suspected = np.isin(work.rows[ready], list(suspects)) & ~done
+        ready = np.concatenate([ready[done], ready[suspected], ready[~done & ~suspected]])
+        first = ready if self._samples else first_equal(work.features, ready)
+        chosen, split = ready[first == ready], np.cumsum([done.sum(), suspected.sum()])
+        old, alone, free = (chosen[np.isin(chosen, some)] for some in np.split(ready, split))
+        part.texts |= {row: known[row] for row in work.rows[old].tolist()}
+        # Rows with errors point to themselves, each other row to the equal one that was computed.
+        part.same = np.arange(len(work.rows))
+        part.same[ready] = first
         self.distinct += len(alone) + len(free)
         self.tokens += int(work.features.lengths[[*alone, *free]].sum())
-        # Rows with errors point to themselves, each other row to the equal one that was computed.
-        same = np.arange(len(work.rows))
-        same[ready] = first
-        return self._assemble(work, work.rows[same], found, errors)
+        return part, alone, free
 
     def _batches(self, work: ReadyRows, rows: np.ndarray) -> list[np.ndarray]:
         """Return batches of rows.
@@ -193,62 +296,6 @@ class Scorer:
         """
         cuts = length_batches(work.features.lengths[rows], batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
         return [rows[one] for one in cuts]
-
-    def _write(
-        self,
-        writer: Writer,
-        work: ReadyRows,
-        places: np.ndarray,
-        found: list[tuple[np.ndarray, np.ndarray]],
-        errors: dict[int, str],
-        attempt: Attempt | Attempts | None,
-        writing: Writing | None,
-        upcoming: Callable[[], Prompt | None],
-    ) -> None:
-        """Add the texts of rows to `found`, or errors of rows to `errors`."""
-        texts: dict[int, np.ndarray] = {}
-        budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
-        if getattr(writer, "elsewhere", False):  # it has its own window
-            budget = Budget(tokens=sys.maxsize, rows=sys.maxsize)
-        begun = {} if writing is None else writing.begun
-        prompts = [replace(self.prompt(work, place), begun=begun.get(int(work.rows[place]), EMPTY)) for place in places]
-
-        def ended(one: Ended) -> None:
-            texts[one.row] = one.text.tokens
-            self.written += int((one.text.tokens >= 0).sum())
-            self.startup.setdefault("first batch", time.perf_counter() - began)
-
-        def shrink(rows: Sequence[Prompt]) -> None:
-            self._shrink(len(rows) * max(one.size for one in rows))
-            budget.tokens = self.batch_tokens
-
-        began = time.perf_counter()
-        write_texts(
-            writer, prompts, budget, ended, errors, attempt=attempt, writing=writing, shrink=shrink, upcoming=upcoming
-        )
-        self.seconds += time.perf_counter() - began
-        self.padded_tokens += sum(len(one.ids) for one in prompts)
-        self._add_texts(texts, found, errors)
-
-    def prompt(self, work: ReadyRows, place: np.integer) -> Prompt:
-        """Return the prompt of one of `work.rows`, by its place there."""
-        generation = self.settings.generation
-        assert generation is not None, "there is a writer"
-        ids = self._collate(work, np.array([place]))[INPUT_IDS][0]
-        return Prompt(row=int(work.rows[place]), ids=ids, options=generation)
-
-    def _add_texts(
-        self, texts: Mapping[int, np.ndarray], found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
-    ) -> None:
-        """Add the tokens of texts, {row: (W,)}, to `found`, and the errors of those that are not finite to `errors`."""
-        if not texts:
-            return
-        rows = np.array(list(texts), np.int64)
-        out = np.full((len(rows), max(1, *map(len, texts.values()))), NOTHING, np.int32)
-        for place, tokens in enumerate(texts.values()):
-            out[place, : len(tokens)] = tokens
-        errors |= _non_finite_rows(rows, out)
-        found.append((rows, out))
 
     def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
         """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
@@ -283,14 +330,13 @@ class Scorer:
 
     def _run(
         self,
-        work: ReadyRows,
+        part: ScoredRows,
         batch: np.ndarray,
-        found: list[tuple[np.ndarray, np.ndarray]],
-        errors: dict[int, str],
-        attempt: Attempt | Attempts | None,
+        attempt: Attempt | None,
         prepared: Prepared | None = None,
     ) -> None:
-        """Add the outputs of one batch to `found`, or errors of its rows to `errors`."""
+        """Add the outputs of one batch, or errors of its rows, to the part."""
+        work, errors = part.work, part.errors
         ready, model = None if prepared is None else prepared.inputs, self.forward
         assert model is not None, "the task does not write"
 
@@ -309,7 +355,7 @@ class Scorer:
             self.padded_tokens += padded(rows)
             errors.update(_non_finite_rows(rows, out))
             # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
-            found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
+            part.found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
 
         def padded(rows: np.ndarray) -> int:
             return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))
@@ -329,10 +375,10 @@ class Scorer:
         self.batch_tokens = max(1, min(self.batch_tokens, padded) // 2)
         log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
-    def _assemble(
-        self, work: ReadyRows, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
-    ) -> pa.Table:
-        """Return the columns; `same` (M,) is the row that was computed for each of `work.rows`."""
+    def _assemble(self, part: ScoredRows) -> pa.Table:
+        """Return the columns."""
+        work, found, errors = part.work, part.found, part.errors
+        same = work.rows[part.same]
         # A row that equals a failed one was not computed: it fails for the same reason.
         if errors:
             errors |= {

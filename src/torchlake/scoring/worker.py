@@ -8,8 +8,9 @@
 `scorer.py` does the scoring; `jobs/worker/read_ahead.py` reads the next chunk.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,14 +26,14 @@ from torchlake.data.features import joined as joined_features
 from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts, read_chunk
-from torchlake.jobs.worker.read_ahead import Ready, Waiting, WrittenChunk, examples_of, reading_ahead
-from torchlake.jobs.worker.texts import Upcoming
-from torchlake.jobs.worker.writing import Writing, kept
+from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.texts import Prompt
+from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
 from torchlake.scoring.runtime_choice import foreign_python
-from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
+from torchlake.scoring.scorer import ScoredRows, Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids
@@ -66,6 +67,9 @@ class ScoredChunk(WrittenChunk):
     "Seconds of each step up to the end of the first batch of this process."
 
 
+Rows = tuple[pa.Table, ReadyRows]
+"A chunk's table, and its rows made ready."
+Results = Generator[tuple[Ready[Rows], ScoredChunk], None, None]
 RANGE_ROWS = 1_000
 "The rows of the input from whose vectors the ranges of 8 bits are computed."
 COUNTED = ("distinct", "tokens", "padded_tokens", "written", "seconds", "waited")
@@ -89,47 +93,71 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
         return table, joined(attempt.tokenizing(tokens))
 
-    waiting: Waiting[tuple[pa.Table, ReadyRows]] = Waiting()
-    upcoming = Upcoming(lambda: [(one.name, one.read[1]) for one in waiting.chunks()], scorer.prompt)
+    def report(one: Ready[Rows], columns: pa.Table) -> ScoredChunk:
+        output = _output(one.read[0], settings, one.chunk, columns)
+        return ScoredChunk(
+            # Written before the report is sent: the commit trusts that a reported part exists.
+            part=workspace.parts.write(one.name, output, chunk=one.chunk.index),
+            rows=len(one.read[1].rows),
+            runtime=scorer.runtime,
+            startup=scorer.startup,
+            examples=examples_of(one.chunk, output["error"]),
+        )
 
-    def score(group: Sequence[Ready[tuple[pa.Table, ReadyRows]]]) -> list[ScoredChunk]:
-        works = [one.read[1] for one in group]
-        attempt = group[0].attempt if len(group) == 1 else Attempts([one.attempt for one in group])
-        # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
-        before = {name: getattr(scorer, name) for name in COUNTED}
-        keeping: AbstractContextManager[Writing | None] = nullcontext()
-        if settings.generation is not None and workspace.rows:
-            chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
-            keeping = kept(workspace.rows, chunks, attempt)
-        reports: list[ScoredChunk] = []
-        start = 0
-        upcoming.restart()
-        with keeping as writing:
-            predictions = scorer.score(joined(works), attempt, writing, upcoming.next)
-            for one, work in zip(group, works, strict=True):
-                output = _output(one.read[0], settings, one.chunk, predictions.slice(start, work.count))
-                start += work.count
-                reports.append(
-                    ScoredChunk(
-                        # Written before the report is sent: the commit trusts that a reported part exists.
-                        part=workspace.parts.write(one.name, output, chunk=one.chunk.index),
-                        rows=len(work.rows),
-                        runtime=scorer.runtime,
-                        startup=scorer.startup,
-                        examples=examples_of(one.chunk, output["error"]),
-                    )
-                )
-        counts = {name: getattr(scorer, name) - before[name] for name in COUNTED}
-        return [replace(reports[0], **counts), *reports[1:]]
+    # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
+    counted = dict.fromkeys(COUNTED, 0)
+
+    def counts() -> dict[str, Any]:
+        now = {name: getattr(scorer, name) for name in COUNTED}
+        new = {name: now[name] - counted[name] for name in COUNTED}
+        counted.update(now)
+        return new
+
+    def score(group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
+        for one in group:
+            done = report(one, scorer.score(one.read[1], one.attempt))
+            yield one, replace(done, **counts())
+
+    def write(group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
+        attempts = Attempts()
+        writing = Writing(workspace.rows, attempts)
+        started: deque[tuple[Sequence[Ready[Rows]], ScoredRows]] = deque()
+        waiting = [group]
+
+        def prompts() -> Sequence[Prompt]:
+            some = waiting.pop() if waiting else more()
+            if not some:
+                return []
+            first = attempts.join([one.attempt for one in some])
+            writing.enter(first, [(one.name, one.read[1]) for one in some])
+            part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects["score"], writing)
+            started.append((some, part))
+            return part.prompts
+
+        def finished() -> Results:
+            while started and not started[0][1].left:
+                some, part = started.popleft()
+                columns, place = scorer.finish(part), 0
+                for one in some:
+                    done = report(one, columns.slice(place, one.read[1].count))
+                    writing.leave(part.first + place)
+                    place += one.read[1].count
+                    yield one, replace(done, **counts())
+
+        with closing(writing), closing(attempts):
+            for row, result in scorer.write(prompts, attempts, writing):
+                next(part for _, part in started if row in part.left).end(row, result)
+                yield from finished()
+            attempts.idle()
+            yield from finished()
 
     # The part is complete, but the process that wrote it died before its report; the counts are lost.
     def lost(part: Part) -> ScoredChunk:
         return ScoredChunk(part=part)
 
     most = settings.chunks_ahead
-    return reading_ahead(
-        workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most, waiting=waiting
-    )
+    make = write if settings.generation is not None and workspace.rows else score
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=make, lost=lost, most=most)
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:

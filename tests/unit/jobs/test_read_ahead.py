@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
-from torchlake.jobs.worker.read_ahead import Ready, Workspace, reading_ahead
+from torchlake.jobs.worker.read_ahead import More, Ready, Workspace, reading_ahead
 from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.outputs.parts import PartFolder
 from torchlake.storage.versions import Version
@@ -41,11 +41,11 @@ def worker(folder: Path, groups: list[list[int]], *, most: int, read: Any = None
             enough.set()
         return one.index if read is None else read(one)
 
-    def write(group: Sequence[Ready[int]]) -> list[int]:
+    def write(group: Sequence[Ready[int]], more: More[int]) -> Generator[tuple[Ready[int], int], None, None]:
         if not groups:
             enough.wait(20 if most > 1 and read is None else 0)
         groups.append([one.chunk.index for one in group])
-        return [one.read for one in group]
+        return ((one, one.read) for one in group)
 
     space = Workspace(journal=str(folder / "journal"), parts=PartFolder(location=str(folder / "table")))
     return reading_ahead(space, 60.0, read=reading, write=write, lost=lambda part: part.chunk, most=most)
@@ -94,6 +94,25 @@ def test_an_error_ends_all_attempts(tmp_path: Path) -> None:
     assert list((tmp_path / "journal").iterdir()) == []
 
 
+def test_work_gets_further_chunks_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "table").mkdir()
+
+    def write(group: Sequence[Ready[int]], more: More[int]) -> Generator[tuple[Ready[int], int], None, None]:
+        mine = list(group)
+        while len(mine) < 5:  # each is read within milliseconds
+            mine += more()
+        for one in mine[::-1]:
+            assert one.attempt.path.exists()
+            yield one, one.read
+            assert not one.attempt.path.exists()
+
+    space = Workspace(journal=str(tmp_path / "journal"), parts=PartFolder(location=str(tmp_path / "table")))
+    work = reading_ahead(
+        space, 60.0, read=lambda one, attempt: one.index, write=write, lost=lambda part: part.chunk, most=2
+    )
+    assert list(work(items(5))) == [4, 3, 2, 1, 0]
+
+
 def test_the_logs_of_chunks_in_one_batch_name_their_own_rows(tmp_path: Path) -> None:
     attempts = [Attempt(tmp_path, number, ROWS, 60.0) for number in range(3)]
     counted = TaskProgress(tmp_path / "none")
@@ -104,13 +123,16 @@ def test_the_logs_of_chunks_in_one_batch_name_their_own_rows(tmp_path: Path) -> 
         return [json.loads(one.path.read_text().split("\n")[-2]) for one in attempts]
 
     with together.running("score", [8, 0, 2, 7]):
-        assert [last()[0], last()[2]] == [["score", [0, 2]], ["score", [1, 2]]]
+        assert [last()[0], last()[2]] == [["score", [0, 2], 0], ["score", [1, 2], 0]]
         together.advance()
-        together.narrow([0, 7], 9)
-        assert [last()[0], last()[2]] == [["score", [0], 9], ["score", [1], 0]]
+        together.now([0, 7], {0: 4, 2: 5, 7: 1})
+        assert [last()[0], last()[2]] == [["score", [0], 9], ["score", [1], 1]]
         assert counted.rows() == 2
+        together.now([7, 4])
+        assert last() == [[], ["score", [1], 0], ["score", [1], 1]]
+        assert counted.rows() == 3
     together.idle()
     assert last() == [[], [], []]
-    assert (counted.rows(), counted.speed()) == (4, ())
+    assert counted.rows() == 5
     for one in attempts:
         one.close()

@@ -146,28 +146,6 @@ def test_a_row_that_hangs_and_one_that_is_refused(tmp_path: Path) -> None:
     run.check({10: "timeout: gave no answer, twice", 3: "engine_refused: this prompt is refused"})
 
 
-def test_rows_that_are_given_early_are_written_once_and_reported_when_they_are_added(tmp_path: Path) -> None:
-    run = Run(tmp_path, rows=30, starts=tmp_path / "starts", open=8)
-    later = {row: run.prompts.pop(row) for row in range(10, 30)}
-    options, given_early = GenerationOptions(max_new_tokens=16), []
-    for row, ids in run.prompts.items():
-        run.writer.add(row, ids, options)
-    while run.writer.rows:
-        run.writer.step(run.take)
-        while run.writer.room > 0 and len(given_early) < 15:
-            given_early.append(10 + len(given_early))
-            run.writer.give_early(later[given_early[-1]], options)
-    assert given_early
-    assert run.texts.keys() == run.prompts.keys()
-    run.prompts |= later
-    for row, ids in later.items():
-        run.writer.add(row, ids, options)
-    while run.writer.rows:
-        run.writer.step(run.take)
-    run.writer.close()
-    run.check()
-
-
 def test_a_longer_row_gets_an_engine_with_room(tmp_path: Path) -> None:
     run = Run(tmp_path, rows=2)
     run.writer.add(2, np.ones(20, np.int64), GenerationOptions(max_new_tokens=16))

@@ -63,7 +63,8 @@ def test_an_interrupted_job_goes_on_with_the_texts_that_it_has(
         tmp_path / "out",
         runtime=log_texts,
     )
-    assert len(list((staging_of(tmp_path / "out") / ROWS).iterdir())) == 1
+    journals = len(list((staging_of(tmp_path / "out") / ROWS).iterdir()))
+    assert journals in (1, 2), "of the first chunk, and of the second if its rows have taken places"
     before = (tmp_path / "log").read_text().split()
     assert written(model, prompts, tmp_path / "out", runtime=log_texts) == whole
     lines = (tmp_path / "log").read_text().split()[len(before) :]

@@ -28,8 +28,8 @@ import secrets
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -109,16 +109,19 @@ class Attempt:
         return any(self.suspects.values())
 
     @contextmanager
-    def running(self, step: Step, rows: Sequence[int] | None = None, of: int = 0) -> Iterator[None]:
+    def running(
+        self, step: Step, rows: Sequence[int] | None = None, of: int = 0, tokens: int | None = None
+    ) -> Iterator[None]:
         """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long.
 
-        `of` is the number of rows of the batch, if it has rows of other chunks, too. Rows that are "elsewhere" are in
-        another process, which is watched there: they have no limit here, and are not to blame for a death.
+        `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step goes on with
+        other rows; see `narrow`. Rows that are "elsewhere" are in another process, which is watched there: they have no
+        limit here, and are not to blame for a death.
         """
         self._step = step
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
         # thing that tells which rows it was working on.
-        self._note([step, rows])
+        self._note([step, rows] if tokens is None else [step, rows, tokens])
         limit_s = max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s
         # Each row alone would have the limit, so a batch that shows progress has it for each of its rows.
         self._latest = time.monotonic() + limit_s * max(1, of, len(rows or ()))
@@ -237,39 +240,90 @@ class Attempt:
 class Attempts:
     """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk."""
 
-    def __init__(self, attempts: Sequence[Attempt]) -> None:
-        self._all = attempts
-        self._starts = list(accumulate((one.rows for one in attempts), initial=0))
-        self._running: list[int] = []
-        self.suspects: dict[Step, set[int]] = {"score": set()}  # a chunk that has suspects runs alone
+    def __init__(self, attempts: Sequence[Attempt] = ()) -> None:
+        self.elsewhere = False
+        "Whether rows are scored in another process."
+        self._all: list[Attempt] = []
+        self._starts = [0]
+        self._rows: dict[int, set[int]] = {}
+        "The rows of each chunk that its log has as running."
+        self._steps: dict[int, AbstractContextManager[None]] = {}
+        self._tokens: dict[int, int] = {}
+        self.join(attempts)
+
+    def join(self, attempts: Sequence[Attempt]) -> int:
+        """Add chunks; return the number of their first row."""
+        first = self._starts[-1]
+        self._all += attempts
+        self._starts += list(accumulate((one.rows for one in attempts), initial=first))[1:]
+        return first
+
+    @property
+    def suspects(self) -> dict[Step, set[int]]:
+        """The rows that must be alone when they are scored."""
+        found = [
+            start + row for start, one in zip(self._starts, self._all, strict=False) for row in one.suspects["score"]
+        ]
+        return {"score": set(found)}
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
         """Log in each chunk's log that a step of its rows begins; see `Attempt.running`."""
-        own = self._split(rows)
-        for number in set(self._running) - own.keys():  # a later death is not due to its rows
-            self._all[number].idle()
-        self._running = list(own)
-        with ExitStack() as stack:
-            for number, some in own.items():
-                stack.enter_context(self._all[number].running(step, some, len(rows)))
+        self.now(rows)
+        try:
             yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the running steps, without a line in the logs."""
+        for number in [*self._steps]:
+            self._leave(number)
+
+    def now(self, rows: Sequence[int], tokens: Mapping[int, int] | None = None) -> None:
+        """Log in each chunk's log which of its rows are scored from now on; the time limit of new ones begins.
+
+        `tokens` {row: how many were written}, also of rows that have ended; None: as many as before.
+        """
+        own = self._split(rows)
+        if tokens is not None:
+            counts = self._split(list(tokens))
+            self._tokens = {
+                number: sum(tokens[self._starts[number] + row] for row in some) for number, some in counts.items()
+            }
+        for number in self._rows.keys() - own.keys():  # a later death is not due to its rows
+            self._leave(number)
+            self._all[number].idle()
+        for number, some in own.items():
+            count = self._tokens.get(number, 0)
+            if number in self._steps and self._rows[number].issuperset(some):
+                self._all[number].narrow(some, count)
+            else:
+                self._leave(number)
+                step: Step = "elsewhere" if self.elsewhere else "score"
+                self._steps[number] = self._all[number].running(step, some, len(rows), count)
+                self._steps[number].__enter__()
+        self._rows = {number: set(some) for number, some in own.items()}
+
+    def _leave(self, number: int) -> None:
+        if (step := self._steps.pop(number, None)) is not None:
+            step.__exit__(None, None, None)
+
+    def count(self, rows: Sequence[int]) -> None:
+        """Log that these rows are known from an earlier attempt: they count as progress."""
+        for number, some in self._split(rows).items():
+            with self._all[number].running("score", some):
+                pass
+            self._all[number].idle()
 
     def advance(self) -> None:
         """Count the time limit of the running step from now."""
-        for number in self._running:
+        for number in self._rows:
             self._all[number].advance()
-
-    def narrow(self, rows: Sequence[int], tokens: int) -> None:
-        """Log which rows are left; the tokens are those of all chunks."""
-        own = self._split(rows)
-        for number in self._running:
-            self._all[number].narrow(own.get(number, []), tokens if number == self._running[0] else 0)
 
     def idle(self) -> None:
         """Log that no step is running."""
-        for one in self._all:
-            one.idle()
+        self.now([])
 
     def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the rows of each chunk, as the chunk numbers them."""

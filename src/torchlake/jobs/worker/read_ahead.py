@@ -2,14 +2,15 @@
 
 A chunk that may have a poison row runs without any work on another chunk beside it; `poison_rows.py` decides which.
 Cost: one chunk in memory besides the one being worked on. Where chunks are small, because their rows are slow, several
-are read ahead, and those that are ready share batches.
+are read ahead, and those that are ready share batches; work that goes from row to row gets further ones while it runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -56,6 +57,10 @@ class Ready(NamedTuple, Generic[Read]):
     read: Read
 
 
+More = Callable[[], Sequence[Ready[Read]]]
+"Returns further chunks that are ready, which then are being worked on, too."
+
+
 def _ready(future: Future[Any]) -> Any:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
@@ -67,34 +72,21 @@ def _close(futures: Iterable[Future[Any]]) -> None:
             one.attempt.close()
 
 
-class Waiting(Generic[Read]):
-    """The chunks that were read and wait to be written, while others are."""
-
-    def __init__(self) -> None:
-        self.futures: deque[Future[Any]] = deque()
-
-    def chunks(self) -> list["Ready[Read]"]:
-        """Return them in their order."""
-        return [one for one in map(_ready, list(self.futures)) if isinstance(one, Ready)]
-
-
 def reading_ahead(
     workspace: Workspace,
     limit_s: float,
     *,
     read: Callable[[Chunk, Attempt], Read],
-    write: Callable[[Sequence["Ready[Read]"]], Sequence[Result]],
+    write: Callable[[Sequence["Ready[Read]"], "More[Read]"], Generator[tuple["Ready[Read]", Result], None, None]],
     lost: Callable[[Part], Result],
     most: int = 1,
-    waiting: "Waiting[Read] | None" = None,
 ) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Result]]:
     """Return a worker that yields a result for each (chunk, part name).
 
     `read` runs up to `most` chunks ahead in another thread; `write` gets what it returned for at most `most` chunks,
-    writes their parts and returns the results; `lost` returns the result for a part that an earlier attempt has
-    written. Each step of an attempt may take up to `limit_s` seconds. In `waiting` are the chunks that come next.
+    and a function for further ones, writes their parts and yields the results; `lost` returns the result for a part
+    that an earlier attempt has written. Each step of an attempt may take up to `limit_s` seconds.
     """
-    futures = (waiting or Waiting()).futures
     journal, parts = Path(workspace.journal), workspace.parts
     if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
         atomic_io.make_private_folder(journal.parents[1])
@@ -107,13 +99,25 @@ def reading_ahead(
             attempt.close()
             raise
 
-    def finish(group: Sequence[Ready[Read]]) -> Sequence[Result]:
-        with ExitStack() as stack:
-            for one in group:
-                stack.enter_context(closing(one.attempt))
-            return write(group)
+    def finish(group: Sequence[Ready[Read]], more: More[Read]) -> Iterator[Result]:
+        opened = [one.attempt for one in group]
 
-    def begin(items: Iterator[tuple[Chunk, str]]) -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
+        def further() -> Sequence[Ready[Read]]:
+            ahead = more()
+            opened.extend(one.attempt for one in ahead)
+            return ahead
+
+        try:
+            with closing(write(group, further)) as results:
+                for one, result in results:
+                    opened.remove(one.attempt)
+                    one.attempt.close()
+                    yield result
+        finally:
+            for attempt in opened:
+                attempt.close()
+
+    def begin(items: Iterator[tuple[Chunk, str]]) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
         """Pull a chunk and read it; if it must run alone, or is done, return the function that gives its result."""
         if (item := next(items, None)) is None:  # waits until the engine has another chunk
             return None
@@ -122,35 +126,39 @@ def reading_ahead(
             return lambda: [lost(part)]
         attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
-            return lambda: finish([start(chunk, name, attempt)])
+            return lambda: finish([start(chunk, name, attempt)], list)
         return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
-        def pull() -> "Ready[Read] | Callable[[], Sequence[Result]] | None":
+        waiting: deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]] = deque()
+
+        def pull() -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
             begun = begin(items)
-            if isinstance(begun, Ready) and len(futures) < most:
+            if isinstance(begun, Ready) and len(waiting) < most:
                 with suppress(RuntimeError):  # the worker has ended
-                    futures.append(thread.submit(pull))
+                    waiting.append(thread.submit(pull))
             return begun
 
+        def further(limit: int) -> Sequence[Ready[Read]]:
+            group: list[Ready[Read]] = []
+            while len(group) < limit and waiting and isinstance(ahead := _ready(waiting[0]), Ready):
+                group.append(ahead)
+                waiting.popleft()
+            if not waiting:  # the thread has stopped, because it was far enough ahead
+                waiting.append(thread.submit(pull))
+            return group
+
         with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="read") as thread:
-            stack.callback(_close, futures)  # after the thread has ended, which may still be reading
-            futures.append(thread.submit(pull))
-            while (begun := futures.popleft().result()) is not None:
+            stack.callback(_close, waiting)  # after the thread has ended, which may still be reading
+            waiting.append(thread.submit(pull))
+            while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
                     # The next chunk is pulled only afterwards: if the process dies now, the death has one possible
                     # cause, and no row of another chunk becomes a suspect.
-                    results = begun()
-                    futures.append(thread.submit(pull))
+                    yield from begun()
+                    waiting.append(thread.submit(pull))
                 else:
-                    group = [begun]
-                    while len(group) < most and futures and isinstance(ahead := _ready(futures[0]), Ready):
-                        group.append(ahead)
-                        futures.popleft()
-                    if not futures:  # the thread has stopped, because it was far enough ahead
-                        futures.append(thread.submit(pull))
-                    results = finish(group)
-                yield from results
+                    yield from finish([begun, *further(most - 1)], partial(further, most))
 
     return worker
 

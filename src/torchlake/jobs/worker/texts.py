@@ -2,22 +2,22 @@
 
     prompts, longest first -> the writer, as far as the budget goes -> rows end, others take their places -> texts
 
-The rows that are in the writer, and no others, are in the log of the attempt: only they can be what kills the process.
-When the writer raises, its rows are tried again in halves, without others beside them (`isolation.py`).
+When there are no more prompts and places are free, those of the next chunks enter. The rows that are in the writer, and
+no others, are in the logs of the attempts: only they can be what kills the process. When the writer raises, its rows
+are tried again in halves, without others beside them (`isolation.py`).
+
+A writer whose rows are in another process finds by itself those that kill it, and has no rows to blame when it raises.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from torchlake.errors import TaskError, Unavailable
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts, Step
-from torchlake.jobs.worker.writing import Writing
+from torchlake.jobs.worker.poison_rows import Attempts
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import EMPTY, Ended, Text, Writer
 
@@ -32,6 +32,8 @@ class Prompt:
     options: GenerationOptions
     begun: Text = EMPTY
     "What an earlier attempt has written."
+    alone: bool = False
+    "Whether it must have the writer for itself: it may be what killed a process."
 
     @property
     def size(self) -> int:
@@ -51,111 +53,111 @@ class Budget:
         return rows <= 1 or (rows <= self.rows and rows * longest <= self.tokens)
 
 
-class Upcoming:
-    """The prompts of chunks that wait, each once, for a writer that takes rows early.
+@dataclass(kw_only=True)
+class Texts:
+    """The rows of one writer. `more` returns further prompts, none if there are none at the moment.
 
-    `chunks()` are their names and rows, `prompt(rows, place)` the prompt of a row.
+    `report` gets the rows that have ended, at each step; `shrink` the rows that did not fit into memory.
     """
 
-    def __init__(self, chunks: Callable[[], Sequence[tuple[str, Any]]], prompt: Callable[[Any, Any], Prompt]) -> None:
-        self._chunks, self._prompt = chunks, prompt
-        self._given: set[str] = set()
-        self._rows: deque[tuple[Any, Any]] = deque()
+    writer: Writer
+    budget: Budget
+    more: Callable[[], Sequence[Prompt]]
+    attempts: Attempts | None = None
+    report: Callable[[Writer, Sequence[Ended]], None] = lambda writer, ended: None
+    shrink: Callable[[Sequence[Prompt]], None] = lambda prompts: None
+    _waiting: deque[Prompt] = field(init=False, default_factory=deque)
+    _running: dict[int, Prompt] = field(init=False, default_factory=dict)
 
-    def restart(self) -> None:
-        """Forget the rows of chunks that are written from now on."""
-        self._rows.clear()
+    def write(self) -> Iterator[tuple[int, Ended | str]]:
+        """Yield each row with its text, or with the reason why it has none, as they end."""
+        while True:
+            try:
+                yield from self._write(refill=True)
+                return
+            except Exception as error:
+                if self._elsewhere:
+                    raise
+                failure = error
+            yield from self._in_parts(failure)
 
-    def next(self) -> Prompt | None:
-        """Return another prompt, or None if no other chunk has been read."""
-        while not self._rows:
-            found = next((one for one in self._chunks() if one[0] not in self._given), None)
-            if found is None:
-                return None
-            name, work = found
-            self._given.add(name)
-            self._rows.extend((work, place) for place in np.flatnonzero(~np.isin(work.rows, list(work.errors))))
-        return self._prompt(*self._rows.popleft())
+    def _write(self, *, refill: bool) -> Iterator[tuple[int, Ended | str]]:
+        while True:
+            self._admit(refill=refill)
+            if not self._running:
+                return
+            done: list[Ended] = []
 
+            def report(ended: Sequence[Ended], done: list[Ended] = done) -> None:
+                self.report(self.writer, ended)
+                done += ended
 
-def give_early(writer: Any, upcoming: Callable[[], Prompt | None]) -> None:
-    """Give a writer rows of later calls as far as it has room."""
-    while writer.room > 0 and (one := upcoming()) is not None:
-        writer.give_early(one.ids, one.options)
-
-
-def write_texts(
-    writer: Writer,
-    prompts: Iterable[Prompt],
-    budget: Budget,
-    ended: Callable[[Ended], None],
-    errors: dict[int, str],
-    *,
-    attempt: Attempt | Attempts | None = None,
-    writing: Writing | None = None,
-    shrink: Callable[[Sequence[Prompt]], None],
-    upcoming: Callable[[], Prompt | None] = lambda: None,
-) -> None:
-    """Write all prompts; `ended` gets each text, and `errors` the rows that raise.
-
-    `writing` keeps texts as they grow. `shrink` is called with the rows that did not fit into memory. `upcoming`
-    returns a prompt that is likely to be written by a later call, for a writer that takes rows early.
-    """
-    by_row = {one.row: one for one in prompts}
-    waiting = deque(sorted(by_row.values(), key=lambda one: -one.size))
-    elsewhere = getattr(writer, "elsewhere", False)
-    step: Step = "elsewhere" if elsewhere else "score"
-
-    def write(queue: deque[Prompt], running: dict[int, Prompt], *, refill: bool) -> None:
-        def report(done: Sequence[Ended]) -> None:
-            if writing is not None:
-                writing.report(writer, done)
+            self.writer.step(report)
             for one in done:
-                if one.error is None:
-                    ended(one)
-                else:
-                    errors[one.row] = one.error
-                del running[one.row]
+                del self._running[one.row]
+            if done:
+                self._log()
+            for one in done:
+                yield one.row, one if one.error is None else one.error
 
-        while queue or running:
-            before = len(running)
-            while queue and ((refill and writer.refills) or not before):
-                longest = max(queue[0].size, *(one.size for one in running.values()), 0)
-                if not budget.allows(len(running) + 1, longest):
-                    break
-                one = queue.popleft()
-                running[one.row] = one
-                writer.add(one.row, one.ids, one.options, one.begun)
-            if attempt is not None and not elsewhere and len(running) > before:
-                attempt.narrow(sorted(running), 0 if writing is None else writing.tokens)
-            if elsewhere and not queue:
-                give_early(writer, upcoming)
-            writer.step(report)
+    def _admit(self, *, refill: bool) -> None:
+        """Add the prompts that fit to the writer."""
+        before = len(self._running)
+        if before and not (refill and self.writer.refills):
+            return
+        alone = any(one.alone for one in self._running.values())
+        longest = max((one.size for one in self._running.values()), default=0)
+        while not alone:
+            if not self._waiting and refill:
+                self._waiting += sorted(self.more(), key=lambda one: (not one.alone, -one.size))
+            if not self._waiting or (self._waiting[0].alone and self._running):
+                break
+            longest = max(longest, self._waiting[0].size)
+            if not self._allows(len(self._running) + 1, longest):
+                break
+            one = self._waiting.popleft()
+            self._running[one.row], alone = one, one.alone
+        added = list(self._running.values())[before:]
+        if added:
+            self._log()
+        for one in added:
+            self.writer.add(one.row, one.ids, one.options, one.begun)
 
-    while waiting:
-        running: dict[int, Prompt] = {}
-        failure: Exception | None = None
-        try:
-            with nullcontext() if attempt is None else attempt.running(step, sorted(one.row for one in waiting)):
-                write(waiting, running, refill=True)
-        except Exception as error:
-            if elsewhere:  # it is not due to a row
-                raise
-            failure = error
+    @property
+    def _elsewhere(self) -> bool:
+        return getattr(self.writer, "elsewhere", False)
+
+    def _allows(self, rows: int, longest: int) -> bool:
+        return rows <= self.writer.most if self._elsewhere else self.budget.allows(rows, longest)  # type: ignore[attr-defined]
+
+    def _log(self) -> None:
+        if self.attempts is not None and not self._elsewhere:
+            self.attempts.now([*self._running])
+
+    def _in_parts(self, failure: Exception) -> Iterator[tuple[int, Ended | str]]:
+        """Write the rows that were in the writer when it raised `failure`: in halves, the others wait."""
+        failed, self._running = self._running, {}
+        waiting, self._waiting = self._waiting, deque()
+        found: list[tuple[int, Ended | str]] = []
+        errors: dict[int, str] = {}
+        first: list[Exception] = [failure]
 
         def again(rows: np.ndarray) -> None:
-            nonlocal failure
-            if failure is not None:  # this is what has failed already
-                error, failure = failure, None
-                raise error
-            write(deque(by_row[row] for row in rows.tolist()), {}, refill=False)
+            if first:  # what has failed already is all of them together
+                raise first.pop()
+            self._running.clear()
+            self._waiting = deque(failed[row] for row in rows.tolist())
+            written = list(self._write(refill=False))
+            found.extend(written)
 
-        if failure is not None:
-            run_isolated(
-                np.array(list(running), np.int64),
-                again,
-                errors,
-                attempt,
-                passed_on=(TaskError, Unavailable),
-                out_of_memory=lambda rows: shrink([by_row[row] for row in rows.tolist()]),
-            )
+        run_isolated(
+            np.array(list(failed), np.int64),
+            again,
+            errors,
+            self.attempts,
+            passed_on=(TaskError, Unavailable),
+            out_of_memory=lambda rows: self.shrink([failed[row] for row in rows.tolist()]),
+        )
+        self._waiting = waiting
+        yield from found
+        yield from errors.items()

@@ -7,12 +7,12 @@ Every `PIECE_S` the tokens of the rows that have not ended are kept, too: one ro
 """
 
 import hashlib
+import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import accumulate
-from typing import Protocol
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
 from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempts
 from torchlake.runtimes import EMPTY, Ended, Text, Writer
 
 PIECE_S = 10.0
@@ -45,47 +45,64 @@ class WrittenRows(Protocol):
 
 
 class Writing:
-    """The texts of chunks whose rows share batches, numbered from chunk to chunk; each has the name of its part.
+    """The texts of chunks whose rows are in one writer, numbered from chunk to chunk, as `attempts` numbers them.
 
-    Raises StorageError, as do its methods.
+    Its methods raise StorageError.
     """
 
-    def __init__(self, location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> None:
-        self.journals: list[Journal] = []
+    def __init__(self, location: str, attempts: Attempts) -> None:
         self.known: dict[int, np.ndarray] = {}
+        "The tokens of texts that have ended."
         self.begun: dict[int, Text] = {}
-        self._starts: list[int] = list(accumulate((one.count for _, one in chunks), initial=0))
-        for start, (name, one) in zip(self._starts, chunks, strict=False):
-            journal = Journal(location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
-            self.journals.append(journal)
-            self.known |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
-            self.begun |= {
-                start + row: Text(tokens=np.frombuffer(answer, "<i4")) for row, answer in journal.begun.items()
-            }
-        self.tokens = 0
-        "Tokens written in this attempt."
-        self._attempt = attempt
-        self._ended = 0
-        "Those of texts that have ended."
+        "What earlier attempts have written of others."
+        self._location, self._attempts = location, attempts
+        self._starts: list[int] = []
+        self._journals: list[Journal | None] = []
+        self._tokens: dict[int, int] = {}
+        "How many tokens of each text this attempt has written."
         self._kept: dict[int, int] = {}
         "How many tokens of a row that has not ended this attempt has kept."
         self._saved = self._noted = time.monotonic()
-        if self.known:
-            with attempt.running("score", sorted(self.known)):  # they count as progress
-                pass
-            attempt.idle()
 
-    def _at(self, row: int) -> tuple[Journal, int]:
-        """Return the journal of a row's chunk, and its number there."""
-        number = bisect_right(self._starts, row) - 1
-        return self.journals[number], row - self._starts[number]
+    def enter(self, first: int, chunks: Sequence[tuple[str, WrittenRows]]) -> None:
+        """Take chunks with the names of their parts, and what their journals know; `first` is their first row."""
+        for name, one in chunks:
+            journal = Journal(self._location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
+            self._starts.append(first)
+            self._journals.append(journal)
+            known = {first + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
+            self.known |= known
+            self.begun |= {
+                first + row: Text(tokens=np.frombuffer(answer, "<i4")) for row, answer in journal.begun.items()
+            }
+            self._attempts.count(sorted(known))
+            first += one.count
+
+    def leave(self, first: int) -> None:
+        """Remove the journal of the chunk with this first row: its part is written."""
+        number = self._starts.index(first)
+        journal, self._journals[number] = self._journals[number], None
+        assert journal is not None, "a chunk is left once"
+        journal.remove()
+        end = self._starts[number + 1] if number + 1 < len(self._starts) else math.inf
+        held: list[dict[int, Any]] = [self.known, self.begun, self._tokens, self._kept]
+        for rows in held:
+            for row in [row for row in rows if first <= row < end]:
+                del rows[row]
+
+    def close(self) -> None:
+        """End the attempts at the chunks that are left; the next ones have what was kept."""
+        for journal in self._journals:
+            if journal is not None:
+                with suppress(StorageError):  # the first error is the cause
+                    journal.close()
 
     def report(self, writer: Writer, ended: Sequence[Ended]) -> None:
         """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
-        self._attempt.advance()
+        self._attempts.advance()
         for one in (each for each in ended if each.error is None):
             self.known[one.row] = one.text.tokens
-            self._ended += self._new(one.row, one.text)
+            self._tokens[one.row] = self._new(one.row, one.text)
             journal, number = self._at(one.row)
             journal.append(number, one.text.tokens.astype("<i4").tobytes())
         now = time.monotonic()
@@ -95,8 +112,15 @@ class Writing:
                 self._keep(row, writer.text(row).tokens)
         if now - self._noted > NOTE_S:
             self._noted = now
-            self.tokens = self._ended + sum(self._new(row, writer.text(row)) for row in writer.rows)
-            self._attempt.narrow(sorted(writer.rows), self.tokens)
+            self._tokens |= {row: self._new(row, writer.text(row)) for row in writer.rows}
+            self._attempts.now(writer.rows, self._tokens)
+
+    def _at(self, row: int) -> tuple[Journal, int]:
+        """Return the journal of a row's chunk, and its number there."""
+        number = bisect_right(self._starts, row) - 1
+        journal = self._journals[number]
+        assert journal is not None, "its chunk has rows in the writer"
+        return journal, row - self._starts[number]
 
     def _new(self, row: int, text: Text) -> int:
         """Return how many tokens of a text are of this attempt."""
@@ -108,21 +132,6 @@ class Writing:
             journal, number = self._at(row)
             journal.extend(number, 4 * kept, tokens[kept:].astype("<i4").tobytes())
             self._kept[row] = len(tokens)
-
-
-@contextmanager
-def kept(location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> Iterator[Writing]:
-    """Yield the `Writing` of chunks whose parts are written in the block; after an error the next attempt has it."""
-    writing = Writing(location, chunks, attempt)
-    try:
-        yield writing
-    except BaseException:
-        for journal in writing.journals:
-            with suppress(StorageError):  # the first error is the cause
-                journal.close()
-        raise
-    for journal in writing.journals:
-        journal.remove()
 
 
 def marks(features: Features) -> list[bytes]:

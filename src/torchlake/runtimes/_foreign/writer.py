@@ -3,8 +3,8 @@
     added rows -> a window of rows that the engine has -> answers in any order -> rows that have ended
 
 Rows beyond the window wait here, so the engine always has more than it computes at once, and a death concerns a bounded
-number of them. When the rows of a chunk are running out, those of the next ones are given early, so the engine does not
-drain at the end of a chunk; they are reported when they are added.
+number of them. Rows of the next chunks enter as others end (`jobs/worker/texts.py`), so the engine does not drain at
+the end of a chunk.
 
 A death is a fault of the rows that the engine had: they are tried again in halves, in a new process, until one that has
 died before is alone and dies again: `killed_process: twice`, or `timeout: ...` for a process that was silent for
@@ -19,7 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 STEP_S = 1.0
 MAX_STARTS, MAX_BROKEN, MAX_DEATHS = 3, 3, 20
 SILENT = "gave no answer"
+FIRST_ROWS = 64
+"Rows that are taken before the engine is ready and tells how many it wants."
 SHORTEST = 1024
 "Tokens that an engine is started for at least, so that longer rows seldom need another start."
 
@@ -43,15 +45,12 @@ SHORTEST = 1024
 class OpenRow:
     """A row that has not ended."""
 
-    number: int | None
-    "None: it is written early, and was not added so far."
+    number: int
     prompt: np.ndarray
     "(L,) int32"
     options: GenerationOptions
     deaths: int = 0
     "Of processes that had the row."
-    ended: Ended | None = None
-    "Of a row that was written early."
 
     @property
     def size(self) -> int:
@@ -87,9 +86,6 @@ class ForeignWriter:
         "Rows that were open when a process died, tried group by group from the end; before them no other rows."
         self._open: dict[int, OpenRow] = {}
         "By the number in their frames."
-        self._early: dict[tuple[bytes, GenerationOptions], OpenRow] = {}
-        self._claimed: list[Ended] = []
-        "Rows that had ended when they were added."
         self._process: EngineProcess | None = None
         self._window = self._most = self._length = self._next = self._done = 0
         self._broken = self._deaths = 0
@@ -103,27 +99,14 @@ class ForeignWriter:
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row. It is written from its beginning: `begun` is empty, because parts of texts are not known."""
-        prompt = ids.astype("<i4")
-        one = self._early.pop((prompt.tobytes(), options), None) or OpenRow(row, prompt, options)
-        known, one.number = one.number is None, row
+        one = OpenRow(row, ids.astype("<i4"), options)
         self._rows[row] = one
-        if one.ended is not None:
-            self._claimed.append(replace(one.ended, row=row))
-        elif not known:
-            self._waiting.append(one)
+        self._waiting.append(one)
 
     @property
-    def room(self) -> int:
-        """How many rows may be given early, so that the engine has enough to do."""
-        return self._window - len(self._open) - len(self._waiting) - len(self._early) if self._process else 0
-
-    def give_early(self, ids: np.ndarray, options: GenerationOptions) -> None:
-        """Take a prompt that is likely to be added later, with these options; an equal one is taken once."""
-        prompt = ids.astype("<i4")
-        if (prompt.tobytes(), options) not in self._early:
-            one = OpenRow(None, prompt, options)
-            self._early[prompt.tobytes(), options] = one
-            self._waiting.append(one)
+    def most(self) -> int:
+        """The most rows that may be added: half as many as the window wait for room in it."""
+        return (self._most or FIRST_ROWS) * 3 // 2
 
     def text(self, row: int) -> Text:
         """Return the empty text: the engine tells texts that are complete."""
@@ -140,18 +123,14 @@ class ForeignWriter:
     def close(self) -> None:
         """End the process, and forget all rows."""
         self._end()
-        for some in (self._rows, self._open, self._waiting, self._groups, self._early, self._claimed):
+        for some in (self._rows, self._open, self._waiting, self._groups):
             some.clear()
 
     def _step(self) -> list[Ended]:
-        ended, self._claimed = self._claimed, []
-        for one in ended:
-            del self._rows[one.row]
-        if not (self._open or self._waiting or any(self._groups)):
-            return ended
+        ended: list[Ended] = []
         try:
             process = self._feed()
-            for header, ids, logprobs in process.exchange(0.0 if ended else STEP_S):
+            for header, ids, logprobs in process.exchange(STEP_S):
                 ended += self._answer(header, ids, logprobs)
             self._check_silence(process)
         except EngineDied as death:
@@ -241,23 +220,15 @@ class ForeignWriter:
             raise protocol.BrokenFrame(f"an answer to row {number!r}, which it does not have")
         one = self._open[number]
         if kind == "done":
-            ended = Ended(row=-1, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
+            ended = Ended(row=one.number, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
         else:
-            ended = Ended(row=-1, text=EMPTY, reason="failed", error=f"engine_refused: {reason}")
-        del self._open[number]
+            ended = Ended(row=one.number, text=EMPTY, reason="failed", error=f"engine_refused: {reason}")
+        del self._open[number], self._rows[one.number]
         self._heard, self._deaths = time.monotonic(), 0
         self._done += 1
         if self._done >= self._window and not self._groups:
             self._window, self._done = min(self._most, 2 * self._window), 0
-        return self._finish(one, ended)
-
-    def _finish(self, one: OpenRow, ended: Ended) -> list[Ended]:
-        """Return what is to be reported of a row that has ended; nothing of one that was not added so far."""
-        if one.number is None:
-            one.ended = ended
-            return []
-        del self._rows[one.number]
-        return [replace(ended, row=one.number)]
+        return [ended]
 
     def _text(self, one: OpenRow, reason: Any, ids: bytes, logprobs: bytes) -> Text:
         tokens = np.frombuffer(ids, "<i4")
@@ -300,7 +271,8 @@ class ForeignWriter:
         self._window = max(1, self._window // 2)
         if len(rows) == 1 and rows[0].deaths > 1:
             error = "timeout: gave no answer, twice" if why.startswith(SILENT) else "killed_process: twice"
-            return self._finish(rows[0], Ended(row=-1, text=EMPTY, reason="failed", error=error))
+            del self._rows[rows[0].number]
+            return [Ended(row=rows[0].number, text=EMPTY, reason="failed", error=error)]
         half = (len(rows) + 1) // 2
         self._groups += [deque(some) for some in (rows[half:], rows[:half]) if some]
         return []

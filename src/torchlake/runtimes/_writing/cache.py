@@ -36,7 +36,7 @@ class SlotLayer(DynamicLayer):
     """The slots of one layer: keys and values, (S, H, P, D) each."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.place = place
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -64,8 +64,9 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         place = self.place
         some = slice(place.first, place.first + place.count)
-        read = []
-        for whole, new in ((self.keys, key_states), (self.values, value_states)):
+        read: list[torch.Tensor] = []
+        pairs: list[tuple[Any, torch.Tensor]] = [(self.keys, key_states), (self.values, value_states)]
+        for whole, new in pairs:
             if place.ends is None:
                 whole[some, :, place.offset : place.width] = new
             else:

@@ -34,8 +34,8 @@ COMPUTED = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token
 "The settings of a model's generation_config.json that change no score."
 
 
-class Session:
-    """A Writer that refills. Rows for which it is not made go to `static`, which runs when there are no others."""
+class RefillingWriter:
+    """A Writer that refills. Rows for which it is not made go to `static`; the others wait for its batches."""
 
     refills = True
 
@@ -45,6 +45,8 @@ class Session:
         self._running: list[Row] = []
         "The row of each slot."
         self._added: list[Row] = []
+        self._rows: dict[int, Row] = {}
+        "All of them, by number."
         known = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in known
         self._no_head = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -53,26 +55,24 @@ class Session:
     @property
     def rows(self) -> list[int]:
         """The numbers of the rows that have not ended."""
-        return [*(row.number for row in (*self._running, *self._added)), *self._static.rows]
+        return [*self._rows, *self._static.rows]
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row."""
         if self._window is not None and len(ids) + options.max_new_tokens > self._window:
             self._static.add(row, ids, options, begun)
         else:
-            self._added.append(self._static.row_of(row, ids, options, begun))
+            self._rows[row] = self._static.row_of(row, ids, options, begun)
+            self._added.append(self._rows[row])
 
     def text(self, row: int) -> Text:
         """Return what is written of a row that has not ended."""
-        for one in (*self._running, *self._added):
-            if one.number == row:
-                return one.text
-        return self._static.text(row)
+        return self._rows[row].text if row in self._rows else self._static.text(row)
 
     def step(self, report: Report) -> None:
         """Write a token of every row."""
         try:
-            if not self._running and not self._added:
+            if self._static.rows:
                 self._static.step(report)
                 return
             with torch.inference_mode():
@@ -87,9 +87,11 @@ class Session:
                         row.force(least=len(self._running) + 1)
                     look_ahead(self._running)
                 done += self._release()
+            for row in done:
+                del self._rows[row.number]
             report([row.ended for row in done])
         except BaseException:
-            self._running, self._added, self._beginnings = [], [], Beginnings()
+            self._running, self._added, self._rows, self._beginnings = [], [], {}, Beginnings()
             self._slots = Slots(len(self._slots.cache))  # after a lack of memory, not even the cache is kept
             self._static.clear()
             raise
@@ -176,14 +178,18 @@ class Session:
         return done
 
 
-def session_of(model: Any, static: StaticWriter) -> Session | None:
+def session_of(model: Any, static: StaticWriter) -> RefillingWriter | None:
     """Return a session for the model if its scores there are those of each row alone, else None."""
     if model.config.is_encoder_decoder or static.settings - COMPUTED:
         return None
     try:
         layers, window = ordinary_window(model)
-        fits = layers and (window is None or window >= TRIED) and _agrees(Session(model, static, layers, window), model)
-        return Session(model, static, layers, window) if fits else None
+        fits = (
+            layers
+            and (window is None or window >= TRIED)
+            and _agrees(RefillingWriter(model, static, layers, window), model)
+        )
+        return RefillingWriter(model, static, layers, window) if fits else None
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         if ran_out_of_memory(error):
             raise
@@ -191,7 +197,7 @@ def session_of(model: Any, static: StaticWriter) -> Session | None:
 
 
 @torch.inference_mode()
-def _agrees(session: Session, model: Any) -> bool:
+def _agrees(session: RefillingWriter, model: Any) -> bool:
     """Return whether rows of several lengths, one that shares a beginning, and one that follows another have the
     scores that they have alone."""
     size = model.get_input_embeddings().weight.shape[0]
