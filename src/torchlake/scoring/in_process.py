@@ -98,8 +98,8 @@ class Model:
     def close(self) -> None:
         """Free the model's memory. Calls in other threads finish first."""
         with self._lock:
-            if hasattr(self._scorer and self._scorer.writer, "close"):
-                self._scorer.writer.close()  # its engine is another process
+            if self._scorer is not None:
+                self._scorer.close()
             self._scorer = None
 
     def _shown(self) -> Shown:

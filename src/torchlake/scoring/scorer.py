@@ -194,6 +194,12 @@ class Scorer:
             attempt.idle()
         return self._assemble(part)
 
+    def close(self) -> None:
+        """End the process of a runtime that has one of its own."""
+        end = getattr(self.writer, "close", None)
+        if end is not None:
+            end()
+
     def start(
         self, work: ReadyRows, first: int, suspects: Set[int] = frozenset(), writing: Writing | None = None
     ) -> ScoredRows:
