@@ -12,6 +12,7 @@ A writer whose rows are in another process finds by itself those that kill it, a
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -125,10 +126,11 @@ class Texts:
 
     @property
     def _elsewhere(self) -> bool:
-        return getattr(self.writer, "elsewhere", False)
+        return bool(getattr(self.writer, "elsewhere", False))
 
     def _allows(self, rows: int, longest: int) -> bool:
-        return rows <= self.writer.most if self._elsewhere else self.budget.allows(rows, longest)  # type: ignore[attr-defined]
+        writer: Any = self.writer
+        return bool(rows <= writer.most) if self._elsewhere else self.budget.allows(rows, longest)
 
     def _log(self) -> None:
         if self.attempts is not None and not self._elsewhere:
