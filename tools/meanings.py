@@ -104,6 +104,8 @@ VARIABLES = {
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
     "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes. `OMP_WAIT_POLICY` is `PASSIVE` for them "
     "unless it is set.",
+    "VLLM_BATCH_INVARIANT": "`1`: vLLM's texts do not depend on their neighbors, on GPUs that have it; part of a job's "
+    "fingerprint.",
     "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
     "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",
