@@ -25,8 +25,9 @@ import scoring_runs
 import tiny
 import torchlake as tl
 from torchlake.errors import EngineFailed, UsageError
+from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.models.generation import END, GenerationOptions
-from torchlake.runtimes import vllm
+from torchlake.runtimes import EMPTY, Ended, vllm
 from torchlake.runtimes._foreign import protocol
 from torchlake.runtimes._foreign.process import EngineProcess, checked_versions
 from torchlake.runtimes._foreign.writer import EngineModel, ForeignWriter
@@ -144,6 +145,26 @@ def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) ->
 def test_a_row_that_hangs_and_one_that_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, sleeper=BAD, refused=31, silent_s=0.3)()
     run.check({10: "timeout: gave no answer, twice", 3: "engine_refused: this prompt is refused"})
+
+
+def test_rows_of_the_next_chunks_enter_while_others_are_open(tmp_path: Path) -> None:
+    """So that the engine does not drain at the end of a chunk; a row that kills the engine costs itself only."""
+    run = Run(tmp_path, rows=300, killer=1011, open=8)
+    chunks, open_rows = [list(run.prompts.items())[first : first + 30] for first in range(0, 300, 30)], []
+
+    def more() -> list[Prompt]:
+        open_rows.append(len(run.writer.rows))
+        options = GenerationOptions(max_new_tokens=16)
+        return [Prompt(row=row, ids=ids, options=options) for row, ids in (chunks.pop(0) if chunks else [])]
+
+    texts = Texts(writer=run.writer, budget=Budget(tokens=1, rows=1), more=more)
+    try:
+        for row, result in texts.write():
+            run.take([Ended(row=row, text=EMPTY, reason="", error=result) if isinstance(result, str) else result])
+    finally:
+        run.writer.close()
+    run.check({101: "killed_process: twice"})
+    assert sum(number > 0 for number in open_rows) > 5
 
 
 def test_a_longer_row_gets_an_engine_with_room(tmp_path: Path) -> None:
