@@ -9,7 +9,7 @@ set: a job that is resumed keeps the texts that it has. Seeds are of each row.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -158,8 +158,9 @@ def _rank(config: Mapping[str, Any]) -> int:
 
 def sampling(ends: tuple[int, ...], prompt: np.ndarray, options: GenerationOptions) -> dict[str, Any]:
     """Return the SamplingParams of a row: the options that are not as by default, its ends, and its seed."""
-    made = _sampling(ends, options)
-    return {**made, "seed": seed_of(prompt, options.seed)} if options.temperature > 0 else made
+    if options.temperature == 0:
+        return _sampling(ends, options)
+    return {**_sampling(ends, replace(options, seed=0)), "seed": seed_of(prompt, options.seed)}
 
 
 @lru_cache(maxsize=256)
