@@ -23,7 +23,8 @@ import torchlake as tl
 from torchlake.errors import TorchlakeError
 
 options = json.loads(sys.argv[1])
-runtime = getattr(misbehaving, options.pop("runtime"))
+runtime = options.pop("runtime")
+runtime = getattr(misbehaving, runtime, runtime)
 engine = getattr(tl, options.pop("engine", "local").title())
 engine = engine(processes=options.pop("processes", 1), **options.pop("engine_options", {}))
 try:
@@ -39,7 +40,7 @@ print(json.dumps({"rows_in": scored.rows_in, "rows_out": scored.rows_out, "rows_
 def predict(
     options: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`tl.predict(**options)` in a fresh process; `runtime` names a function of misbehaving.py."""
+    """`tl.predict(**options)` in a fresh process; `runtime` names a function of misbehaving.py, or a runtime."""
     return run(PREDICT, [json.dumps(options, default=str)], failpoint=failpoint, once=once, **variables)
 
 

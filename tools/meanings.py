@@ -80,6 +80,10 @@ REASONS = {
     "question_too_long": "has a question of more than half of the model's tokens.",
     "unknown_token": "has a token for which the model has no embedding.",
     "non_finite": "gave NaN or infinity.",
+    "length": "has an answer that `--max-new-tokens` cut before it fits its structure; `generated_text` has it.",
+    "engine_refused": "is refused by an engine in an interpreter of its own, with the reason that it gives.",
+    "no_token": "has an answer that no token of the model continues to a text that fits; `generated_text` has it.",
+    "bad_value": "has JSON with a value that its column cannot hold; `generated_text` has it.",
     "out_of_memory": "did not fit into memory, alone in its batch.",
     "no_preference": "has two answers that are equal, or have the same tokens; in training and `evaluate` only.",
     "killed_process": "killed its process twice.",
@@ -106,6 +110,8 @@ VARIABLES = {
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
     "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes. `OMP_WAIT_POLICY` is `PASSIVE` for them "
     "unless it is set.",
+    "VLLM_BATCH_INVARIANT": "`1`: vLLM's texts do not depend on their neighbors, on GPUs that have it; part of a job's "
+    "fingerprint.",
     "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
     "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",
@@ -128,6 +134,7 @@ VARIABLES = {
     "TORCHLAKE_FAILPOINT": _TEST,
     "TORCHLAKE_FAILPOINT_LOG": _TEST,
     "TORCHLAKE_FAILPOINT_ONCE": _TEST,
+    "TORCHLAKE_RUNTIME_PYTHON_VLLM": "The interpreter of the runtime `vllm` on this machine.",
     "TORCHLAKE_TEST_CPU": "Limits torchlake to the features of a class of CPUs, for tests: `avx2`, `avx2_vnni`, "
     "`avx512_core`, `avx512_core_vnni` or `avx512_core_bf16`. It never adds a feature.",
     "TORCHLAKE_LANE": _INTERNAL,

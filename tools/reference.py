@@ -290,11 +290,11 @@ def output_page() -> Iterator[str]:
 def error_reasons() -> Iterator[str]:
     """The words before the first colon of every error that a row can have: strings assigned to errors of rows."""
     options = PredictOptions.__annotations__  # messages about options begin with their names
-    for folder in ("jobs", "scoring", "tables", "tasks"):
+    for folder in ("jobs", "runtimes/_foreign", "scoring", "tables", "tasks"):
         for path in sorted((SOURCE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    match = re.match(r"([a-z]+_[a-z0-9_]+|timeout)(: |$)", node.value)
+                    match = re.match(r"([a-z]+_[a-z0-9_]+|timeout|length)(: |$)", node.value)
                     if match and match[1] not in options and (match[2] or match[1] in meanings.REASONS):
                         yield match[1]
 

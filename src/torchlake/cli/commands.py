@@ -454,7 +454,7 @@ def doctor(runtime: str | None, python: str | None) -> Outcome:
 
     `runtime` runs under the interpreter `python`, which is started.
     """
-    from torchlake.cli.runtime_env import check_runtime
+    from torchlake.reporting.runtime_env import check_runtime
 
     if versions := check_runtime(runtime, python):
         return Outcome(values={"runtime": runtime, **versions}, lines=fact_lines(versions))
@@ -470,9 +470,11 @@ def doctor(runtime: str | None, python: str | None) -> Outcome:
 
 def runtime_env(runtime: str, path: str) -> Outcome:
     """Write the requirements of a runtime."""
-    from torchlake.cli.runtime_env import runtime_env
+    from torchlake.reporting.runtime_env import write_requirements
 
-    return runtime_env(runtime, path)
+    done = write_requirements(runtime, path)
+    shown = [f"{done.file}: {', '.join(done.requirements)}", "To install it, for example:"]
+    return Outcome(values=plain(done), lines=[*shown, *(f"  {one}" for one in done.commands)])
 
 
 def version() -> Outcome:

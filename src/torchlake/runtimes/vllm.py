@@ -3,13 +3,13 @@
     torchlake runtime-env vllm requirements-vllm.txt      the versions that were tested, for another environment
     torchlake predict MODEL TABLE OUTPUT --runtime vllm --runtime-python /opt/vllm/bin/python
 
-vLLM computes in half precision on GPUs, and a text may depend on the rows beside it unless VLLM_BATCH_INVARIANT=1 is
+vLLM computes in half precision on GPUs, and texts may depend on the rows beside them unless VLLM_BATCH_INVARIANT=1 is
 set: a job that is resumed keeps the texts that it has. Seeds are of each row.
 """
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,15 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _rank(config: Mapping[str, Any]) -> int:
-    return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    ranks: list[int] = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+    return max(ranks)
 
 
 def sampling(ends: tuple[int, ...], prompt: np.ndarray, options: GenerationOptions) -> dict[str, Any]:
     """Return the SamplingParams of a row: the options that are not as by default, its ends, and its seed."""
-    made = _sampling(ends, options)
-    return {**made, "seed": seed_of(prompt, options.seed)} if options.temperature > 0 else made
+    if options.temperature == 0:
+        return _sampling(ends, options)
+    return {**_sampling(ends, replace(options, seed=0)), "seed": seed_of(prompt, options.seed)}
 
 
 @lru_cache(maxsize=256)

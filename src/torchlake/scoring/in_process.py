@@ -168,7 +168,9 @@ class Model:
     def close(self) -> None:
         """Free the model's memory. Calls in other threads finish first."""
         self.batcher.close()
-        self._scorer = None
+        scorer, self._scorer = self._scorer, None
+        if scorer is not None:
+            scorer.close()
 
     def to_table(self, texts: Any) -> tuple[pa.Table, dict[int, str]]:
         """Return the rows of a call as a table of the model's columns, and errors of invalid ones.

@@ -4,6 +4,7 @@ Stored tables, frames and SQL functions share them. Nothing here reads a row.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -155,6 +156,8 @@ def scoring_settings(
             choice = replace(choice, runtime=recorded)
     else:
         choice = requested(folder, spec.task, runtime, pairs=pairs, options=options)
+    if settings.get("runtime_python") is not None:  # workers may run in another folder; links are kept
+        settings["runtime_python"] = os.path.abspath(os.path.expanduser(settings["runtime_python"]))
     if "embedding" in settings and spec.task != EMBEDS:
         raise UsageError(
             f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."
@@ -389,17 +392,20 @@ def with_versions(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
 
     On a cluster a worker finds them. Raises UsageError.
     """
-    module: Any = plugins.load("runtimes", settings.runtime) if has_own_python(settings.runtime) else None
-    if module is None:
+    runtime = settings.runtime
+    if not isinstance(runtime, str) or not has_own_python(runtime):
         foreign_python(settings)
         return settings
-    if settings.generation is not None and (reason := module.cannot_write(settings.generation)):
-        raise UsageError(f"The runtime {settings.runtime!r}: {reason}.")
+    reason = (
+        None if settings.generation is None else plugins.load("runtimes", runtime).cannot_write(settings.generation)
+    )
+    if reason is not None:
+        raise UsageError(f"The runtime {runtime!r}: {reason}.")
     worker = partial(make_versions_worker, settings)
     if isinstance(engine, Local):
-        (versions,) = worker()(iter([settings.runtime]))
+        (versions,) = worker()(iter([runtime]))
     else:
-        (versions,) = engine.run_chunks(worker, [settings.runtime], resources=Resources(processes=1))
+        (versions,) = engine.run_chunks(worker, [runtime], resources=Resources(processes=1))
     return replace(settings, versions=versions)
 
 

@@ -156,6 +156,7 @@ def predict(
 
     Model: `task` is your own task that the model was trained with; an installed one is found by its name.
     `task_options` are options of the task, in place of those that the model was trained with.
+    `runtime_python` is the interpreter of a runtime that needs one of its own (`vllm`).
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen`, `fused` or `eager`). `batch_tokens` limits the padded
     tokens of a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).

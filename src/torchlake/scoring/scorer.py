@@ -15,7 +15,6 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 
 import gc
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -196,6 +195,12 @@ class Scorer:
             attempt.idle()
         return self._assemble(part)
 
+    def close(self) -> None:
+        """End the process of a runtime that has one of its own."""
+        end = getattr(self.writer, "close", None)
+        if end is not None:
+            end()
+
     def start(
         self, work: ReadyRows, first: int, suspects: Set[int] = frozenset(), writing: Writing | None = None
     ) -> ScoredRows:
@@ -244,6 +249,8 @@ class Scorer:
         texts = Texts(writer=self.writer, budget=budget, more=more, attempts=attempts, shrink=shrink)
         if writing is not None:
             texts.report = writing.report
+        if attempts is not None:
+            attempts.elsewhere = getattr(self.writer, "elsewhere", False)
         began = time.perf_counter()
         for row, result in texts.write():
             self.seconds += time.perf_counter() - began

@@ -32,12 +32,8 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
-<<<<<<< HEAD
 from torchlake.scoring.runtime_choice import foreign_python
-from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
-=======
 from torchlake.scoring.scorer import ScoredRows, Scorer, prepare_runtime, worker_memory
->>>>>>> h/w-r
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids

@@ -42,7 +42,7 @@ def json_schema_of(schema: Any) -> pa.Schema:
 def json_columns(texts: Sequence[str], columns: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
     """Return the columns of JSON texts, and {row: reason} for texts with a value that a column cannot hold.
 
-    A text is such a row, too, if it is not JSON, because it was cut.
+    A row is among these, too, if its text is not JSON, because it was cut.
     """
     whole, rows, errors = pa.struct(list(columns)), [], {}
     for row, text in enumerate(texts):
@@ -99,15 +99,14 @@ class _Types:
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], place: Place, seen: tuple[str, ...]) -> pa.DataType:
         if kind == "object":
-            open_ended = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
-            if open_ended or "properties" not in schema:
+            inner, named = (*place, "properties"), schema.get("properties", {})
+            fields = [pa.field(name, self._held(one, (*inner, name), seen)) for name, one in named.items()]
+            if "patternProperties" in schema or schema.get("additionalProperties", True) is not False:
                 raise _refused(place, "its keys are not known: list them in properties, without additionalProperties")
-            named = schema["properties"].items()
-            missing = [name for name in schema.get("required", []) if name not in schema["properties"]]
+            missing = [name for name in schema.get("required", []) if name not in named]
             if missing:
                 raise _refused(place, f"it requires {missing[0]!r}, which is not in its properties")
-            inner = (*place, "properties")
-            return pa.struct([pa.field(name, self._held(one, (*inner, name), seen)) for name, one in named])
+            return pa.struct(fields)
         if kind == "array":
             first, rest = schema.get("prefixItems", []), schema.get("items", True)
             items = [self._held(one, (*place, "prefixItems", number), seen) for number, one in enumerate(first)]

@@ -74,6 +74,7 @@ OPTIONS = {
             "--top-k",
             "--top-p",
             "--stop",
+            "--runtime-python",
             "--seed",
             "--chat",
         }
@@ -166,7 +167,8 @@ OPTIONS = {
     "verify": frozenset({"--processes", "--engine", "--set"}),
     "export": frozenset({"--format", "--pooling"}),
     "report": frozenset({"--watch", "--serve", "--port"}),
-    "doctor": frozenset(set()),
+    "doctor": frozenset({"--runtime", "--runtime-python"}),
+    "runtime-env": frozenset(set()),
     "demo": frozenset({"--folder", "--rows", "--task"}),
     "version": frozenset(set()),
 }
@@ -186,6 +188,7 @@ ARGUMENTS = {
     "serve": ["model"],
     "try": ["model"],
     "report": ["run"],
+    "runtime-env": ["runtime", "path"],
 }
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -33,7 +33,7 @@ def test_a_file_is_the_same_structure_as_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"regex": "a", "choices": "b"}, "regex, choices: a text has one structure"),
+        ({"regex": "a", "choices": "b"}, "regex, choices: an answer has one structure"),
         ({"json_columns": True}, "Give json_schema as well"),
         ({"json_columns": True, "regex": "a"}, "Give json_schema as well"),
         ({"choices": "good,,bad"}, "choices: number 2 is blank"),
@@ -137,7 +137,7 @@ def test_a_text_has_to_fit_into_max_new_tokens(tiny_gpt2: Path) -> None:
         check_structure(structure, tiny_gpt2, ends=ends, new_tokens=least - 1)
     with pytest.raises(UsageError, match="has 2 tokens, and max_new_tokens is 1"):  # a number needs an end token
         check_structure(of(json_schema={"type": "integer", "minimum": 1}), tiny_gpt2, ends=ends, new_tokens=1)
-    with pytest.raises(UsageError, match="3 choices, of which 'bad' has 1 tokens?, need max_new_tokens=4"):
+    with pytest.raises(UsageError, match="3 choices, of which 'bad' has 2 tokens, need max_new_tokens=4"):
         check_structure(of(choices="a,bad,c"), tiny_gpt2, ends=ends, new_tokens=3)
 
 

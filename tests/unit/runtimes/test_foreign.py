@@ -1,5 +1,6 @@
 """Engines in an interpreter of their own: frames, faults by number, rows that kill, interpreters that are useless."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,23 +16,27 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fake_engine
+import fake_vllm
 import scoring_runs
 import tiny
 import torchlake as tl
 from torchlake.errors import EngineFailed, UsageError
+from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.models.generation import END, GenerationOptions
-from torchlake.runtimes import vllm
+from torchlake.runtimes import EMPTY, Ended, vllm
 from torchlake.runtimes._foreign import protocol
 from torchlake.runtimes._foreign.process import EngineProcess, checked_versions
 from torchlake.runtimes._foreign.writer import EngineModel, ForeignWriter
 
 ROWS, BAD = 24, 101
 FAULTS = ["start", "add", "compute", "torn", "header", "sent", "double", "number", "ids", "long", "noise"]
-HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
+HEADERS = st.dictionaries(
+    st.text("abc\n\u00e9", max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3
+)
 FRAMES = st.lists(st.tuples(HEADERS, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), st.integers(0, 4)))
 
 
@@ -79,6 +84,7 @@ class Run:
         assert self.texts == good
 
 
+@settings(max_examples=20)
 @given(FRAMES, st.data())
 def test_frames_come_out_as_they_went_in_however_they_are_torn(frames: list[Any], data: Any) -> None:
     content = b"".join(protocol.pack({**header, "type": "x"}, ids, [0.5] * n) for header, ids, n in frames)
@@ -88,9 +94,12 @@ def test_frames_come_out_as_they_went_in_however_they_are_torn(frames: list[Any]
     found = [frame for piece in pieces for frame in reader.feed(piece)]
     values = [(protocol.ids_of(ids), len(logprobs) // 4) for _, ids, logprobs in found]
     assert values == [(ids, n) for _, ids, n in frames]
-    assert [{**one, "type": "x"}.items() <= got.items() for (one, _, _), (got, _, _) in zip(frames, found, strict=True)]
+    assert [{**got, **one} for (one, _, _), (got, _, _) in zip(frames, found, strict=True)] == [
+        got for got, _, _ in found
+    ]
 
 
+@settings(max_examples=20)
 @given(st.binary(max_size=200))
 def test_other_bytes_are_refused_or_waited_for(content: bytes) -> None:
     with suppress(protocol.BrokenFrame):
@@ -120,6 +129,13 @@ def test_three_deaths_before_ready_end_the_job_with_the_last_lines(tmp_path: Pat
         Run(tmp_path, fault="start")()
 
 
+def test_an_engine_that_never_answers_ends_the_job_and_blames_few_rows(tmp_path: Path) -> None:
+    run = Run(tmp_path, fault="add:1")
+    with pytest.raises(EngineFailed, match="20 times without an answer"):
+        run()
+    assert len(run.starts) == 20
+
+
 def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) -> None:
     run = Run(tmp_path, killer=BAD)()
     run.check({10: "killed_process: twice"})
@@ -128,16 +144,37 @@ def test_a_row_that_kills_is_found_and_the_others_are_written(tmp_path: Path) ->
 
 def test_a_row_that_hangs_and_one_that_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, sleeper=BAD, refused=31, silent_s=0.3)()
-    run.check({10: "timeout: gave no answer, twice", 3: "engine: this prompt is refused"})
+    run.check({10: "timeout: gave no answer, twice", 3: "engine_refused: this prompt is refused"})
+
+
+def test_rows_of_the_next_chunks_enter_while_others_are_open(tmp_path: Path) -> None:
+    """So that the engine does not drain at the end of a chunk; a row that kills the engine costs itself only."""
+    run = Run(tmp_path, rows=300, killer=1011, open=8)
+    chunks, open_rows = [list(run.prompts.items())[first : first + 30] for first in range(0, 300, 30)], []
+
+    def more() -> list[Prompt]:
+        open_rows.append(len(run.writer.rows))
+        options = GenerationOptions(max_new_tokens=16)
+        return [Prompt(row=row, ids=ids, options=options) for row, ids in (chunks.pop(0) if chunks else [])]
+
+    texts = Texts(writer=run.writer, budget=Budget(tokens=1, rows=1), more=more)
+    try:
+        for row, result in texts.write():
+            run.take([Ended(row=row, text=EMPTY, reason="", error=result) if isinstance(result, str) else result])
+    finally:
+        run.writer.close()
+    run.check({101: "killed_process: twice"})
+    assert sum(number > 0 for number in open_rows) > 5
 
 
 def test_a_longer_row_gets_an_engine_with_room(tmp_path: Path) -> None:
     run = Run(tmp_path, rows=2)
-    run.prompts[2] = np.ones(2000, np.int64)
-    with pytest.raises(AssertionError):
-        run().check()  # the answer to the long row has 16 tokens
+    run.writer.add(2, np.ones(20, np.int64), GenerationOptions(max_new_tokens=16))
+    run.writer.step(run.take)
+    run.writer.add(3, np.ones(2000, np.int64), GenerationOptions(max_new_tokens=16))
+    run()
     assert run.starts == [1024, 2048]
-    assert run.texts[2] == [1] * 16
+    assert (run.texts[2], run.texts[3]) == ([1] * 16, [1] * 16)
 
 
 BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
@@ -164,6 +201,22 @@ def test_another_protocol_says_which_side_is_older(tmp_path: Path) -> None:
             Run(tmp_path, protocol=number)()
         with pytest.raises(UsageError, match=older):
             checked_versions(fake_engine.interpreter(tmp_path, protocol=number), vllm.SERVER)
+
+
+def test_the_server_of_vllm_with_the_parts_of_vllm_that_it_uses(tmp_path: Path) -> None:
+    """Names, arguments and errors as in vLLM 0.33's sources."""
+    (tmp_path / "config.json").write_text("{}")
+    python = fake_vllm.install(tmp_path / "env")
+    assert vllm.versions(python).keys() == {"vllm", "torch", "transformers", "batch_invariant"}
+    hello = {"model": str(tmp_path), "tokenizer": str(tmp_path), "adapter": {"path": "a", "rank": 8}, "devices": 1}
+    run = Run(tmp_path, rows=0)
+    run.writer._launch = lambda length: EngineProcess(python, vllm.SERVER, {**hello, "device": "cpu", "length": length})
+    prompt, sampled = np.array([1, 2, 3]), {"max_new_tokens": 9, "temperature": 1.0}
+    run.writer.add(1, prompt, GenerationOptions(max_new_tokens=2))
+    run.writer.add(2, prompt, GenerationOptions(**sampled, top_k=13))
+    run.writer.add(3, prompt, GenerationOptions(**sampled, stop=("x",)))
+    run()
+    assert (run.texts, run.errors) == ({1: [3, 2], 3: [3, 2, 1, END]}, {2: "engine_refused: top_k is 13"})
 
 
 def test_every_option_is_translated_or_refused() -> None:
@@ -208,19 +261,26 @@ def test_without_an_interpreter_and_with_a_useless_one(tiny_gpt2: Path, tmp_path
 def test_the_whole_group_ends_with_the_worker(tmp_path: Path) -> None:
     """A worker that is killed takes the engine with it, and a process that the engine started."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import numpy as np; from pathlib import Path\n"
-        "from test_foreign import Run; Run(Path(sys.argv[2]), fault='silent:3', child=1, starts=sys.argv[3])()\n"
+        "import json, sys, time; from pathlib import Path\n"
+        "from torchlake.runtimes._foreign.process import EngineProcess\n"
+        "EngineProcess(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).ready(); time.sleep(600)\n"
     )
-    folders = [str(Path(__file__).parent), str(tmp_path), str(tmp_path / "pids")]
-    worker = subprocess.Popen([sys.executable, "-c", code, *folders], env=scoring_runs.environment(None, None, {}))
+    python = fake_engine.interpreter(tmp_path, child=1, starts=tmp_path / "pids")
+    hello = json.dumps({"model": "m", "length": 1024})
+    worker = subprocess.Popen([sys.executable, "-c", code, python, str(vllm.SERVER), hello])
     scoring_runs.wait_for(lambda: (tmp_path / "pids").exists() and "\n" in (tmp_path / "pids").read_text())
     engine = psutil.Process(int((tmp_path / "pids").read_text().split()[0]))
     engines = [engine, *engine.children()]
     assert len(engines) == 2
     worker.send_signal(signal.SIGKILL)
     worker.wait()
-    _, alive = psutil.wait_procs(engines, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    scoring_runs.wait_for(lambda: not any(map(_runs, engines)))
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 VLLM = os.environ.get(vllm.PYTHON, "")

@@ -78,7 +78,7 @@ def test_a_value_that_a_column_cannot_hold_is_an_error_of_its_row(text: str, rea
         ({"type": "object", "properties": {}, "additionalProperties": {}}, "/properties/a: its keys are not known"),
         ({"type": ["string", "integer"]}, "/properties/a: it may be string or int64"),
         ({"enum": [1, "a"]}, "/properties/a: it may be"),
-        ({"enum": [[1]]}, "among its values"),
+        ({"enum": [[1]]}, "/properties/a: .1. is among its values"),
         ({"type": "null"}, "/properties/a: it is always null"),
         ({"type": "array"}, "/properties/a/items: it allows any value"),
         ({"type": "array", "items": {"type": "object"}}, "/properties/a/items: its keys"),

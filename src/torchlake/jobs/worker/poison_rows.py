@@ -244,6 +244,8 @@ class Attempts:
     """
 
     def __init__(self, attempts: Sequence[Attempt] = (), times: int = 1) -> None:
+        self.elsewhere = False
+        "Whether rows are scored in another process."
         self._times = times
         self._all: list[Attempt] = []
         self._starts = [0]
@@ -302,7 +304,8 @@ class Attempts:
                 self._all[number].narrow(some, count)
             else:
                 self._leave(number)
-                self._steps[number] = self._all[number].running("score", some, len(rows), count)
+                step: Step = "elsewhere" if self.elsewhere else "score"
+                self._steps[number] = self._all[number].running(step, some, len(rows), count)
                 self._steps[number].__enter__()
         self._rows = {number: set(some) for number, some in own.items()}
 

@@ -86,7 +86,7 @@ def _words(reference: str) -> list[str]:
 def closed(schema: Any) -> Any:
     """Return a schema whose objects have no keys besides their `properties`, unless it speaks of such keys.
 
-    Every text that fits it fits the given schema, too. Without it a model may write keys that nobody asked for, and a
+    Every text that fits it fits the given schema, too. Without it a model may write keys that were not asked for, and a
     small one does not stop. A schema that describes an object in several parts is returned as it is.
     """
     return schema if any(map(_joins, _all(schema))) else _closed(schema)

@@ -3,7 +3,7 @@
 It is found from the structure, not by a search over the grammar, whose states llguidance does not compare: an object
 has its required keys, an array as many items as it must, a string its shortest pattern, and a union its shortest
 member. Whatever a rule here does not know (`allOf`, `patternProperties`, a pattern beside a minimum length) gives None,
-and so does a text that the compiled grammar does not take. So a text that is returned does fit, and a job is
+and so does an answer that the compiled grammar does not take. So an answer that is returned does fit, and a job is
 refused only for one: it may have a shorter one, in rare cases, if a longer text takes fewer tokens.
 """
 
@@ -178,9 +178,8 @@ def _number(schema: Mapping[str, Any], *, whole: bool) -> str:
     high = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
 
     def inside(value: float) -> bool:
-        return schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf) and schema.get(
-            "exclusiveMinimum", -math.inf
-        ) < value < schema.get("exclusiveMaximum", math.inf)
+        open_ended = value in (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
+        return bool(low <= value <= high and not open_ended)
 
     for digits in range(1 if whole or "multipleOf" in schema else 8):
         unit = step * 10.0**-digits if digits else step
@@ -202,12 +201,12 @@ def _number(schema: Mapping[str, Any], *, whole: bool) -> str:
 
 def _of_regex(pattern: str) -> str:
     """Return the shortest text of an expression, which Python's parser reads. It reads most of Rust's syntax."""
-    return "".join(map(_of_node, _parser.parse(pattern)))
+    nodes: Any = _parser.parse(pattern)
+    return "".join(map(_of_node, nodes))
 
 
 def _of_node(node: tuple[Any, Any]) -> str:
     kind, value = node
-    join = lambda nodes: "".join(map(_of_node, nodes))  # noqa: E731
     if kind is _constants.LITERAL:
         return chr(value)
     if kind is _constants.ANY:
@@ -222,11 +221,11 @@ def _of_node(node: tuple[Any, Any]) -> str:
             raise _Unknown
         return found
     if kind is _constants.BRANCH:
-        return min(map(join, value[1]), key=len)
+        return min(("".join(map(_of_node, nodes)) for nodes in value[1]), key=len)
     if kind is _constants.SUBPATTERN:
-        return join(value[3])
+        return "".join(map(_of_node, value[3]))
     if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-        return join(value[2]) * value[0]
+        return "".join(map(_of_node, value[2])) * int(value[0])
     if kind is _constants.AT:
         return ""
     raise _Unknown
@@ -235,7 +234,7 @@ def _of_node(node: tuple[Any, Any]) -> str:
 def _in_class(letter: str, item: tuple[Any, Any]) -> bool:
     kind, value = item
     if kind is _constants.LITERAL:
-        return ord(letter) == value
+        return bool(ord(letter) == value)
     if kind is _constants.RANGE:
         return bool(value[0] <= ord(letter) <= value[1])
     name = str(value)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 KINDS = ("json_schema", "regex", "choices", "grammar")
 OPTIONS = (*KINDS, "json_columns")
-FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+FORM: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 "A random model would write spaces until the limit if any number of them were allowed."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What a text has to fit."""
+    """What an answer has to fit."""
 
     kind: str
     "One of `KINDS`."
@@ -56,7 +56,7 @@ def read_structure(given: Mapping[str, Any]) -> Structure | None:
     """Return the structure that the options ask for, or None. Raises UsageError for a value that cannot be one."""
     asked = [name for name in KINDS if given.get(name) is not None]
     if len(asked) > 1:
-        raise UsageError(f"{', '.join(asked)}: a text has one structure. Give one of these.")
+        raise UsageError(f"{', '.join(asked)}: an answer has one structure. Give one of these.")
     if given.get("json_columns") and asked != ["json_schema"]:
         raise UsageError("json_columns: it makes columns of a schema's fields. Give json_schema as well.")
     if not asked:
@@ -84,7 +84,7 @@ def check_installed(structure: Structure) -> None:
 
 
 def compiled(structure: Structure, *, space: bool = False) -> str:
-    """Return the grammar as llguidance reads it; `space`: a text may begin with one more space, which is removed.
+    """Return the grammar as llguidance reads it; `space`: an answer may begin with one more space, which is removed.
 
     Raises UsageError if no text fits, or for what llguidance does not support, with the place in a schema.
     """

@@ -66,7 +66,7 @@ def _of_pieces(folder: Path, backend: Any, total: int, ends: Sequence[int]) -> "
 
 
 class _Pieces:
-    """What llguidance asks of a tokenizer: the bytes of all tokens, and the tokens of a text."""
+    """What llguidance asks of a tokenizer: the bytes of all tokens, and the tokens of an answer."""
 
     bos_token_id = None
 
@@ -98,7 +98,7 @@ class _Pieces:
 
 
 def removes_space(tokenizer: Any) -> bool:
-    """Return whether decoding removes the space before the first word of a text."""
+    """Return whether decoding removes the space before the first word of an answer."""
     ids = tokenizer.convert_tokens_to_ids([SPACE + "a", SPACE])
     found = [number for number in ids if number is not None and number != tokenizer.unk_token_id]
     return any(not tokenizer.decode([number]).startswith(" ") for number in found)
@@ -131,7 +131,7 @@ def check_structure(structure: Structure, folder: Path, *, ends: Sequence[int], 
 
 
 def fewest_tokens(tokens: "LLTokenizer", text: bytes) -> int | None:
-    """Return the fewest tokens that write a text, or None if there are none."""
+    """Return the fewest tokens that write an answer, or None if there are none."""
     known: set[bytes] = set()
     for number in range(tokens.vocab_size):
         if not tokens.is_special_token(number):

@@ -64,9 +64,11 @@ def checked_versions(python: str, server: Path, *, imported: bool = False) -> di
         raise UsageError(f"{where}: it gave no answer in {CHECK_S:g} s.") from None
     except OSError as error:  # not executable, or of another architecture
         raise UsageError(f"{where}: it cannot be started: {error.strerror or error}.") from error
-    with suppress(ValueError, KeyError, TypeError, IndexError):
+    found = None
+    with suppress(ValueError, IndexError):
         found = json.loads(done.stdout.splitlines()[-1])
-        check_protocol(found["protocol"], where)
+    if isinstance(found, dict) and isinstance(found.get("versions"), dict):
+        check_protocol(found.get("protocol"), where)
         return {str(name): str(one) for name, one in found["versions"].items()}
     printed = last_lines(done.stdout + done.stderr) or "nothing"
     raise UsageError(f"{where}: the engine is not installed there, or does not load. It printed:\n{printed}")
@@ -89,6 +91,9 @@ def last_lines(content: bytes) -> str:
 class EngineProcess:
     """A running server; `hello` is the first frame that it gets."""
 
+    _failed: OSError | None = None
+    "Why it could not be started."
+
     def __init__(self, python: str, server: Path, hello: Mapping[str, Any]) -> None:
         self.where = f"{python} on {gethostname()}"
         self.code: int | None = None
@@ -97,7 +102,6 @@ class EngineProcess:
         self._out = bytearray(protocol.pack({"type": "hello", "protocol": protocol.VERSION, **hello}))
         self._pipes: list[int] = []
         started = threading.Event()
-        self._failed: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog = start_watchdog(0.0)
         self._running = threading.Thread(target=self._run, args=(python, server, started), name="engine", daemon=True)
@@ -217,4 +221,4 @@ class EngineProcess:
 
 
 Launch = Callable[[int], EngineProcess]
-"Starts an engine for prompts and texts of at most so many tokens together."
+"Starts an engine for rows of at most this number of tokens, prompt and answer together."

@@ -29,7 +29,7 @@ import select
 import signal
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 VERSION = 1
@@ -46,8 +46,8 @@ class BrokenFrame(Exception):
     """A frame that is not one of the protocol."""
 
 
-def pack(header: dict[str, Any], ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> bytes:
-    """Return a frame."""
+def pack(header: dict[str, Any], ids: Any = (), logprobs: Any = ()) -> bytes:
+    """Return a frame; `ids` and `logprobs` are sequences of numbers."""
     text = json.dumps({**header, "ids": len(ids), "logprobs": len(logprobs)}).encode()
     return b"".join(
         (LENGTH.pack(len(text)), text, array.array("i", ids).tobytes(), array.array("f", logprobs).tobytes())

@@ -17,7 +17,7 @@ protocol = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(protocol)
 
 BACKEND = "guidance"
-"llguidance, as in torchlake, so that a schema means the same."
+"llguidance, as in torchlake, so that a schema means the same; without spaces, which a model may write forever."
 
 
 def versions(imported: bool) -> dict[str, str]:
@@ -33,11 +33,12 @@ def versions(imported: bool) -> dict[str, str]:
     return found
 
 
-class Engine:
+class VllmEngine:
     """vLLM's engine, with the model of `hello`."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
         from vllm import EngineArgs, LLMEngine
+        from vllm.config import StructuredOutputsConfig
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
 
@@ -53,7 +54,7 @@ class Engine:
             enable_prefix_caching=True,
             disable_log_stats=True,
             generation_config="vllm",
-            structured_outputs_config={"backend": BACKEND},
+            structured_outputs_config=StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True),
             **lora,
         )
         self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
@@ -72,7 +73,9 @@ class Engine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, row: int, ids: list[int], options: dict[str, Any]) -> None:
+        """Take a row. Raises ValueError if vLLM refuses it."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -80,13 +83,12 @@ class Engine:
         if structure is not None:
             options["structured_outputs"] = StructuredOutputsParams(**structure)
         # The ends are those of torchlake, as stop_token_ids.
-        params = SamplingParams(
-            **options,
-            ignore_eos=True,
-            detokenize=bool(options.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._engine.add_request(str(row), tokens_input(ids), params, lora_request=self._adapter)
+        own = {"ignore_eos": True, "detokenize": bool(options.get("stop")), "output_kind": RequestOutputKind.FINAL_ONLY}
+        try:
+            params = SamplingParams(**options, **own)
+            self._engine.add_request(str(row), tokens_input(ids), params, lora_request=self._adapter)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
     def step(self) -> list[tuple[int, str, list[int], list[float]]]:
         """Compute a step, and return the rows that have ended."""
@@ -105,4 +107,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    protocol.serve(Engine, versions)
+    protocol.serve(VllmEngine, versions)

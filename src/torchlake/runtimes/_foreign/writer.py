@@ -3,13 +3,16 @@
     added rows -> a window of rows that the engine has -> answers in any order -> rows that have ended
 
 Rows beyond the window wait here, so the engine always has more than it computes at once, and a death concerns a bounded
-number of them. A death is a fault of the rows that the engine had: they are tried again in halves, in a new process,
-until one that has died before is alone and dies again: `killed_process: twice`, or `timeout: ...` for a process that
-was silent for `silent_s` seconds and was ended. The window is halved at each death, in case memory was the reason, and
-grows again. Cost: a start of the engine per death, so about log2(window) starts for a row that kills.
+number of them. Rows of the next chunks enter as others end (`jobs/worker/texts.py`), so the engine does not drain at
+the end of a chunk.
 
-A process that breaks the protocol is ended, and no row is to blame. After `MAX_BROKEN` such processes, or `MAX_STARTS`
-in a row that end before they are ready, the job ends.
+A death is a fault of the rows that the engine had: they are tried again in halves, in a new process, until one that has
+died before is alone and dies again: `killed_process: twice`, or `timeout: ...` for a process that was silent for
+`silent_s` seconds and was ended. The window is halved at each death, in case memory was the reason, and grows again.
+Cost: a start of the engine per death, so about log2(window) starts for a row that kills.
+
+A process that breaks the protocol is ended, and no row is to blame. After `MAX_BROKEN` such processes, `MAX_STARTS` in
+a row that end before they are ready, or `MAX_DEATHS` in a row without an answer, the job ends.
 """
 
 import logging
@@ -30,9 +33,10 @@ from torchlake.runtimes._foreign.process import EngineDied, EngineProcess, Launc
 log = logging.getLogger(__name__)
 
 STEP_S = 1.0
-MAX_STARTS, MAX_BROKEN = 3, 3
-MOST_ROWS = 4096
-"Rows that wait here for room in the window."
+MAX_STARTS, MAX_BROKEN, MAX_DEATHS = 3, 3, 20
+SILENT = "gave no answer"
+FIRST_ROWS = 64
+"Rows that are taken before the engine is ready and tells how many it wants."
 SHORTEST = 1024
 "Tokens that an engine is started for at least, so that longer rows seldom need another start."
 
@@ -59,7 +63,7 @@ class EngineModel:
     """What the answers of a model have to be."""
 
     ends: Collection[int]
-    "The tokens that end a text."
+    "The tokens that end texts."
     vocabulary: int
     positions: int | None
     "The most tokens of prompt and text; None: no limit."
@@ -83,8 +87,10 @@ class ForeignWriter:
         self._open: dict[int, OpenRow] = {}
         "By the number in their frames."
         self._process: EngineProcess | None = None
-        self._window = self._most = self._length = self._next = self._done = self._broken = 0
+        self._window = self._most = self._length = self._next = self._done = 0
+        self._broken = self._deaths = 0
         self._heard = 0.0
+        self._asked = self._replied = False
 
     @property
     def rows(self) -> Sequence[int]:
@@ -96,6 +102,11 @@ class ForeignWriter:
         one = OpenRow(row, ids.astype("<i4"), options)
         self._rows[row] = one
         self._waiting.append(one)
+
+    @property
+    def most(self) -> int:
+        """The most rows that may be added: half as many as the window wait for room in it."""
+        return (self._most or FIRST_ROWS) * 3 // 2
 
     def text(self, row: int) -> Text:
         """Return the empty text: the engine tells texts that are complete."""
@@ -121,13 +132,24 @@ class ForeignWriter:
             process = self._feed()
             for header, ids, logprobs in process.exchange(STEP_S):
                 ended += self._answer(header, ids, logprobs)
-            if self._open and time.monotonic() - self._heard > self._model.silent_s:
-                raise EngineDied(f"gave no answer for {self._model.silent_s:g} s")
+            self._check_silence(process)
         except EngineDied as death:
             ended += self._died(str(death))
         except protocol.BrokenFrame as error:
             self._discard(str(error))
         return ended
+
+    def _check_silence(self, process: EngineProcess) -> None:
+        """Ask a process that has been silent for half of the time; raise EngineDied after all of it."""
+        limit_s, silent_s = self._model.silent_s, time.monotonic() - self._heard
+        if not self._open or silent_s < limit_s / 2:
+            self._asked, self._replied = False, False
+        elif silent_s > limit_s:
+            does = "computes, and no row has ended" if self._replied else "hangs"
+            raise EngineDied(f"{SILENT} for {limit_s:g} s: it {does}")
+        elif not self._asked:
+            self._asked = True
+            process.send(protocol.pack({"type": "ping"}))
 
     def _feed(self) -> EngineProcess:
         """Fill the window, and return the process, which is started if need be."""
@@ -190,18 +212,19 @@ class ForeignWriter:
         """Return the row that a frame ends, if any. Raises BrokenFrame."""
         kind, number, reason = header["type"], header.get("row"), header.get("reason")
         if kind == "pong":
+            self._replied = True
             return []
         if kind not in ("done", "failed"):
             raise protocol.BrokenFrame(f"a frame {kind!r}")
-        one = self._open.get(number) if isinstance(number, int) else None
-        if one is None:
+        if not isinstance(number, int) or number not in self._open:
             raise protocol.BrokenFrame(f"an answer to row {number!r}, which it does not have")
+        one = self._open[number]
         if kind == "done":
             ended = Ended(row=one.number, text=self._text(one, reason, ids, logprobs), reason=_reason(reason))
         else:
-            ended = Ended(row=one.number, text=EMPTY, reason="failed", error=f"engine: {reason}")
+            ended = Ended(row=one.number, text=EMPTY, reason="failed", error=f"engine_refused: {reason}")
         del self._open[number], self._rows[one.number]
-        self._heard = time.monotonic()
+        self._heard, self._deaths = time.monotonic(), 0
         self._done += 1
         if self._done >= self._window and not self._groups:
             self._window, self._done = min(self._most, 2 * self._window), 0
@@ -237,13 +260,18 @@ class ForeignWriter:
         self._end()
         self._open.clear()
         log.warning("%s: the engine %s, and had %d rows", process.where, why, len(rows))
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            raise EngineFailed(
+                f"{process.where}: the engine died {MAX_DEATHS} times without an answer; the last time it {why}. It "
+                f"printed last:\n{process.printed}"
+            )
         for one in rows:
             one.deaths += 1
         self._window = max(1, self._window // 2)
         if len(rows) == 1 and rows[0].deaths > 1:
+            error = "timeout: gave no answer, twice" if why.startswith(SILENT) else "killed_process: twice"
             del self._rows[rows[0].number]
-            silent = why.startswith("gave no answer")
-            error = "timeout: gave no answer, twice" if silent else "killed_process: twice"
             return [Ended(row=rows[0].number, text=EMPTY, reason="failed", error=error)]
         half = (len(rows) + 1) // 2
         self._groups += [deque(some) for some in (rows[half:], rows[:half]) if some]

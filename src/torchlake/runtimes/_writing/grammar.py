@@ -95,8 +95,8 @@ class Guide:
             self.grammar.start([self])
         assert self.computed is not None, "it was started"
         done, place = self.computed
-        masks: np.ndarray = done.result()
-        return masks[place]
+        bits: np.ndarray = done.result()[place]
+        return bits
 
 
 def guide_of(structure: Structure, tokenizer: Any, ends: Sequence[int], begun: Sequence[int]) -> Guide:

@@ -1,41 +1,43 @@
-"""`runtime-env`: the requirements of an environment for a runtime with an interpreter of its own. Installs nothing."""
+"""Runtimes with an interpreter of their own: what it needs, and whether it is there. Installs nothing."""
 
 import os
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchlake import atomic_io, plugins
-from torchlake.cli.display import Outcome
 from torchlake.errors import UsageError
 
 
-def runtime_env(runtime: str, path: str) -> Outcome:
-    """Write a requirements file with the versions that were tested with a runtime, and return how to install it.
+@dataclass(frozen=True, kw_only=True)
+class RuntimeEnvironment:
+    """A requirements file, and the commands that install it."""
+
+    file: Path
+    requirements: Sequence[str]
+    commands: Sequence[str]
+
+
+def write_requirements(runtime: str, path: str) -> RuntimeEnvironment:
+    """Write a requirements file with the versions that were tested with a runtime.
 
     Raises UsageError for a runtime without an interpreter of its own, and for a file that exists with other lines.
     """
-    module = plugins.load("runtimes", runtime)
-    if not hasattr(module, "REQUIREMENTS"):
-        own = [name for name in plugins.names("runtimes") if hasattr(plugins.load("runtimes", name), "REQUIREMENTS")]
-        raise UsageError(
-            f"The runtime {runtime!r} runs in torchlake's interpreter; with one of their own: {', '.join(own)}."
-        )
-    file, lines = Path(path), "".join(f"{one}\n" for one in module.REQUIREMENTS)
+    requirements = getattr(plugins.load("runtimes", runtime), "REQUIREMENTS", None)
+    if requirements is None:
+        raise UsageError(f"The runtime {runtime!r} runs in torchlake's own interpreter, and needs no other.")
+    file, lines = Path(path), "".join(f"{one}\n" for one in requirements)
     if file.exists() and file.read_text(encoding="utf-8") != lines:
         raise UsageError(f"{file}: there is a file with other lines. Name a new one.")
     atomic_io.write_bytes(file, lines.encode(), site="requirements")
     folder = f"/opt/{runtime}"
-    commands = [
+    commands = (
         f"python3 -m venv {folder}",
         f"{folder}/bin/pip install -r {shlex.quote(os.fspath(file))}",
         f"torchlake doctor --runtime {runtime} --runtime-python {folder}/bin/python",
-    ]
-    shown = [
-        f"{file}: {', '.join(module.REQUIREMENTS)}",
-        "To install it, for example:",
-        *(f"  {one}" for one in commands),
-    ]
-    return Outcome(values={"file": file, "requirements": module.REQUIREMENTS, "commands": commands}, lines=shown)
+    )
+    return RuntimeEnvironment(file=file, requirements=requirements, commands=commands)
 
 
 def check_runtime(runtime: str | None, python: str | None) -> dict[str, str]:
@@ -50,9 +52,7 @@ def check_runtime(runtime: str | None, python: str | None) -> dict[str, str]:
     module = plugins.load("runtimes", runtime)
     variable = getattr(module, "PYTHON", None)
     if variable is None:
-        raise UsageError(
-            f"--runtime {runtime}: it runs in torchlake's interpreter, whose versions are shown without it."
-        )
+        raise UsageError(f"--runtime {runtime}: it runs in torchlake's own interpreter; leave the option out.")
     path = python or os.environ.get(variable)
     if not path:
         raise UsageError(f"--runtime {runtime}: name its interpreter by --runtime-python PATH or {variable}.")
