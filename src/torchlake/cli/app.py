@@ -25,6 +25,11 @@ OptionalJob = Annotated[
 ]
 ROWS = "where sample limit"
 ENGINE = "engine processes set"
+WRITING = (
+    "prompt system examples tools chat_template template_options continue_final_message max_new_tokens min_new_tokens "
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams "
+    "language"
+)
 
 app = typer.Typer(
     name="torchlake",
@@ -117,8 +122,8 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop json_schema "
-    "json_columns regex choices grammar seed chat profile",
+    f"batch_tokens chunk_rows row_timeout_s {WRITING} json_schema json_columns regex choices grammar n explode seed_by "
+    "seed logprobs chat profile",
     o.PredictFlags,
 )
 def predict(
@@ -164,7 +169,7 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE}",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE} {WRITING} chat",
     o.EvaluateFlags,
 )
 def evaluate(

@@ -39,7 +39,7 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
-from torchlake.runtimes import EMPTY, Ended, Forward, Writer, _products
+from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
@@ -90,6 +90,8 @@ class Scorer:
     "Seconds of forward passes."
     waited: float = field(init=False, default=0.0)
     "Seconds in which the model waited for the inputs of a batch."
+    _logprobs: dict[int, np.ndarray] = field(init=False, default_factory=dict)
+    "Of a task that writes the log-probabilities (W,) of the texts of this call, by row."
     startup: dict[str, float] = field(init=False)
     "Seconds of each step up to the end of the first batch."
 
@@ -147,13 +149,14 @@ class Scorer:
         """
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
+        self._logprobs.clear()
         ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
         known = np.isin(work.rows[ready], [] if writing is None else list(writing.known))
         suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"])) & ~known
         # Of equal rows the first one is computed: one that is known, else the suspect, which runs alone and stands for
         # the rows that equal it.
         ready = np.concatenate([ready[known], ready[suspected], ready[~known & ~suspected]])
-        first = ready if self._samples else first_equal(work.features, ready)
+        first = ready if self._samples or work.options else first_equal(work.features, ready)
         chosen, split = ready[first == ready], np.cumsum([known.sum(), suspected.sum()])
         done, alone, free = (chosen[np.isin(chosen, part)] for part in np.split(ready, split))
         if writing is not None and len(done):
@@ -200,20 +203,20 @@ class Scorer:
         """Add the texts of rows to `found`, or errors of rows to `errors`."""
         generation = self.settings.generation
         assert generation is not None, "there is a writer"
-        texts: dict[int, np.ndarray] = {}
+        texts: dict[int, Text] = {}
         budget = Budget(tokens=self.batch_tokens, rows=MAX_BATCH_ROWS)
         prompts = [
             Prompt(
                 row=int(work.rows[place]),
                 ids=self._collate(work, place[None])[INPUT_IDS][0],
-                options=generation,
+                options=work.options[place] if work.options else generation,
                 begun=EMPTY if writing is None else writing.begun.get(int(work.rows[place]), EMPTY),
             )
             for place in places
         ]
 
         def ended(one: Ended) -> None:
-            texts[one.row] = one.text.tokens
+            texts[one.row] = one.text
             self.written += int((one.text.tokens >= 0).sum())
             self.startup.setdefault("first batch", time.perf_counter() - began)
 
@@ -228,15 +231,18 @@ class Scorer:
         self._add_texts(texts, found, errors)
 
     def _add_texts(
-        self, texts: Mapping[int, np.ndarray], found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+        self, texts: Mapping[int, Text], found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
     ) -> None:
-        """Add the tokens of texts, {row: (W,)}, to `found`, and the errors of those that are not finite to `errors`."""
+        """Add the tokens of texts by row to `found`, and the errors of those that are not finite to `errors`."""
         if not texts:
             return
         rows = np.array(list(texts), np.int64)
-        out = np.full((len(rows), max(1, *map(len, texts.values()))), NOTHING, np.int32)
-        for place, tokens in enumerate(texts.values()):
-            out[place, : len(tokens)] = tokens
+        out = np.full((len(rows), max(1, *(len(one.tokens) for one in texts.values()))), NOTHING, np.int32)
+        for place, one in enumerate(texts.values()):
+            out[place, : len(one.tokens)] = one.tokens
+        self._logprobs |= {
+            row: one.logprobs[: int((one.tokens >= 0).sum())] for row, one in texts.items() if one.logprobs is not None
+        }
         errors |= _non_finite_rows(rows, out)
         found.append((rows, out))
 
@@ -337,8 +343,14 @@ class Scorer:
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
-            if self.task.kept_back:
-                options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
+            if self.task.kept_back or self.task.generates:
+                places = np.searchsorted(work.rows, scored)
+                options = replace(
+                    options,
+                    features=work.features.take(places),
+                    written=[self._logprobs[row] for row in scored.tolist()] if options.logprobs else (),
+                    own=[work.options[place] for place in places] if work.options else (),
+                )
             columns, wrong = self.task.answer_columns(answers, self.processor, self.spec, options)
             kept_errors = {int(scored[place]): reason for place, reason in wrong.items()}
             pairs = zip(work.rows.tolist(), same.tolist(), strict=True)

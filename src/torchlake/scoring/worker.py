@@ -34,10 +34,12 @@ from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Chunk
+from torchlake.tables.plan import SAMPLE, Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import Table
+from torchlake.tasks._writing import PROMPT_TOKENS
 
+NUMBER = pa.field(SAMPLE, pa.int32())
 LENGTH = "length"
 "The column with a row's cost in a batch, if that is not its number of tokens."
 
@@ -89,19 +91,23 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(group: Sequence[Ready[tuple[pa.Table, ReadyRows]]]) -> list[ScoredChunk]:
         works = [one.read[1] for one in group]
-        attempt = group[0].attempt if len(group) == 1 else Attempts([one.attempt for one in group])
+        attempt: Attempt | Attempts = group[0].attempt
+        if len(group) > 1 or settings.samples > 1:
+            attempt = Attempts([one.attempt for one in group], settings.samples)
         # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
         before = {name: getattr(scorer, name) for name in COUNTED}
         keeping: AbstractContextManager[Writing | None] = nullcontext()
         if settings.generation is not None and workspace.rows:
             chunks = [(one.name, work) for one, work in zip(group, works, strict=True)]
-            keeping = kept(workspace.rows, chunks, attempt)
+            logprobs = settings.generation.logprobs is not None
+            keeping = kept(workspace.rows, chunks, attempt, logprobs=logprobs)
         reports: list[ScoredChunk] = []
         start = 0
         with keeping as writing:
             predictions = scorer.score(joined(works), attempt, writing)
             for one, work in zip(group, works, strict=True):
-                output = _output(one.read[0], settings, one.chunk, predictions.slice(start, work.count))
+                made = folded(predictions.slice(start, work.count), settings)
+                output = _output(one.read[0], settings, one.chunk, made)
                 start += work.count
                 reports.append(
                     ScoredChunk(
@@ -130,7 +136,9 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 
     def worker(table: pa.Table) -> pa.Table:
         rows, unreadable = isolate_bad_text(table.select(scorer.spec.input_columns))
-        predictions = scorer.score(scorer.read(rows, unreadable))
+        predictions = folded(scorer.score(scorer.read(rows, unreadable)), settings)
+        if len(predictions) > len(table):
+            table = table.take(from_numpy(np.arange(len(table)).repeat(settings.samples)))
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table
@@ -250,10 +258,15 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
     predicted = task.output_schema(spec, settings.column_options)
+    if settings.samples > 1 and not settings.explode:
+        predicted = [_listed(column) for column in predicted]
+    kept = [source.field(name).remove_metadata().with_nullable(True) for name in settings.keep]
+    keys = [pa.field("row_id", pa.string())] if settings.key is None else kept[:1]
     return pa.schema(
         [
-            *([pa.field("row_id", pa.string())] if settings.key is None else []),
-            *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
+            *keys,
+            *([NUMBER] if settings.explode else []),
+            *(kept if settings.key is None else kept[1:]),
             *(column.with_name(settings.prefix + column.name) for column in predicted),
             pa.field("truncated", pa.bool_()),
             pa.field("error", pa.string()),
@@ -271,11 +284,51 @@ def joined(works: Sequence[ReadyRows]) -> ReadyRows:
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
         joined_features([work.features for work in works]),
         {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
+        [one for work in works for one in work.options],
     )
 
 
 def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
     """Return key (or row id), copied columns and predictions as one table."""
-    ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
-    copied = {name: table[name] for name in settings.keep}
-    return pa.table({**ids, **copied, **{name: predictions[name] for name in predictions.column_names}})
+    columns = {"row_id": row_ids(chunk)} if settings.key is None else {settings.key: table[settings.key]}
+    if settings.explode:
+        columns[SAMPLE] = predictions[SAMPLE]
+    columns |= {name: table[name] for name in settings.keep}
+    if settings.explode:
+        again = from_numpy(np.arange(len(table)).repeat(settings.samples))
+        columns = {name: each if name == SAMPLE else each.take(again) for name, each in columns.items()}
+    return pa.table({**columns, **{name: predictions[name] for name in predictions.column_names}})
+
+
+def folded(predictions: pa.Table, settings: ScoringSettings) -> pa.Table:
+    """Return the predictions of rows that have several answers: lists of a row's, or all with their numbers.
+
+    A row of lists has the first error of its answers, and then no answer, but for texts that do not fit a structure.
+    """
+    samples = settings.samples
+    if settings.explode:
+        numbers = from_numpy(np.tile(np.arange(samples, dtype=np.int32), len(predictions) // samples))
+        return predictions.add_column(0, NUMBER, numbers)
+    if samples == 1:
+        return predictions
+    rows = len(predictions) // samples
+    reasons = predictions["error"].to_pylist()
+    first = [next(filter(None, reasons[row * samples : (row + 1) * samples]), None) for row in range(rows)]
+    lost = np.array([reason is not None for reason in first], bool)
+    if settings.generation is not None and settings.generation.structure is not None:
+        texts = predictions[f"{settings.prefix}generated_text"].is_null().to_numpy()
+        lost &= texts.reshape(rows, samples).all(axis=1)
+    known = from_numpy(np.arange(rows), null=lost)
+    columns: dict[str, Any] = {}
+    for column in predictions.schema:
+        each = predictions[column.name].combine_chunks()
+        if column.name in ("truncated", settings.prefix + PROMPT_TOKENS.name):
+            columns[column.name] = each.take(from_numpy(np.arange(rows) * samples))
+        elif column.name != "error":
+            offsets = from_numpy(np.arange(rows + 1, dtype=np.int32) * samples)
+            columns[column.name] = pa.ListArray.from_arrays(offsets, each).take(known)
+    return pa.table({**columns, "error": from_strings(first)})
+
+
+def _listed(column: pa.Field) -> pa.Field:
+    return column if column.name == PROMPT_TOKENS.name else column.with_type(pa.list_(column.type))

@@ -231,13 +231,17 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk."""
+    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk.
 
-    def __init__(self, attempts: Sequence[Attempt]) -> None:
-        self._all = attempts
+    If each row is scored several `times`, the numbers are those of the answers.
+    """
+
+    def __init__(self, attempts: Sequence[Attempt], times: int = 1) -> None:
+        self._all, self._times = attempts, times
         self._starts = list(accumulate((one.rows for one in attempts), initial=0))
         self._running: list[int] = []
-        self.suspects: dict[Step, set[int]] = {"score": set()}  # a chunk that has suspects runs alone
+        alone = attempts[0].suspects["score"] if len(attempts) == 1 else ()  # a chunk that has suspects runs alone
+        self.suspects: dict[Step, set[int]] = {"score": {row * times + one for row in alone for one in range(times)}}
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
@@ -270,7 +274,7 @@ class Attempts:
     def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the rows of each chunk, as the chunk numbers them."""
         own: dict[int, list[int]] = {}
-        for row in sorted(rows):
+        for row in sorted({row // self._times for row in rows}):
             number = bisect_right(self._starts, row) - 1
             own.setdefault(number, []).append(row - self._starts[number])
         return own

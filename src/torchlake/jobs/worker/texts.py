@@ -35,7 +35,7 @@ class Prompt:
     @property
     def size(self) -> int:
         """The most tokens that the row needs in the writer."""
-        return len(self.ids) + self.options.max_new_tokens
+        return (len(self.ids) + self.options.max_new_tokens) * self.options.num_beams
 
 
 @dataclass(kw_only=True)

@@ -50,18 +50,19 @@ class Writing:
     Raises StorageError, as do its methods.
     """
 
-    def __init__(self, location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> None:
+    def __init__(
+        self, location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts, *, logprobs: bool
+    ) -> None:
         self.journals: list[Journal] = []
-        self.known: dict[int, np.ndarray] = {}
+        self.known: dict[int, Text] = {}
+        self._logprobs = logprobs
         self.begun: dict[int, Text] = {}
         self._starts: list[int] = list(accumulate((one.count for _, one in chunks), initial=0))
         for start, (name, one) in zip(self._starts, chunks, strict=False):
             journal = Journal(location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
             self.journals.append(journal)
-            self.known |= {start + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
-            self.begun |= {
-                start + row: Text(tokens=np.frombuffer(answer, "<i4")) for row, answer in journal.begun.items()
-            }
+            self.known |= {start + row: _text(answer, logprobs) for row, answer in journal.known.items()}
+            self.begun |= {start + row: _text(answer, logprobs) for row, answer in journal.begun.items()}
         self.tokens = 0
         "Tokens written in this attempt."
         self._attempt = attempt
@@ -84,15 +85,15 @@ class Writing:
         """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
         self._attempt.advance()
         for one in ended:
-            self.known[one.row] = one.text.tokens
+            self.known[one.row] = one.text
             self._ended += self._new(one.row, one.text)
             journal, number = self._at(one.row)
-            journal.append(number, one.text.tokens.astype("<i4").tobytes())
+            journal.append(number, _record(one.text, self._logprobs))
         now = time.monotonic()
         if now - self._saved > PIECE_S:
             self._saved = now
             for row in writer.rows:
-                self._keep(row, writer.text(row).tokens)
+                self._keep(row, writer.text(row))
         if now - self._noted > NOTE_S:
             self._noted = now
             self.tokens = self._ended + sum(self._new(row, writer.text(row)) for row in writer.rows)
@@ -102,18 +103,36 @@ class Writing:
         """Return how many tokens of a text are of this attempt."""
         return int((text.tokens >= 0).sum()) - len(self.begun.get(row, EMPTY).tokens)
 
-    def _keep(self, row: int, tokens: np.ndarray) -> None:
+    def _keep(self, row: int, text: Text) -> None:
         kept = self._kept.get(row, 0)
-        if len(tokens) > kept:  # not what is written again after an exception
+        if len(text.tokens) > kept:  # not what is written again after an exception
             journal, number = self._at(row)
-            journal.extend(number, 4 * kept, tokens[kept:].astype("<i4").tobytes())
-            self._kept[row] = len(tokens)
+            record = _record(text, self._logprobs)
+            start = kept * len(record) // len(text.tokens)
+            journal.extend(number, start, record[start:])
+            self._kept[row] = len(text.tokens)
+
+
+def _record(text: Text, logprobs: bool) -> bytes:
+    """Return tokens as bytes, with `logprobs` each beside its log-probability."""
+    columns = [text.tokens.astype("<i4")]
+    if logprobs:
+        known = np.zeros(len(text.tokens)) if text.logprobs is None else text.logprobs
+        columns.append(known.astype("<f4").view("<i4"))
+    return np.stack(columns, axis=1).tobytes()
+
+
+def _text(record: bytes, logprobs: bool) -> Text:
+    columns = np.frombuffer(record, "<i4").reshape(-1, 1 + logprobs)
+    return Text(tokens=columns[:, 0], logprobs=columns[:, 1].copy().view("<f4") if logprobs else None)
 
 
 @contextmanager
-def kept(location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts) -> Iterator[Writing]:
+def kept(
+    location: str, chunks: Sequence[tuple[str, WrittenRows]], attempt: Attempt | Attempts, *, logprobs: bool = False
+) -> Iterator[Writing]:
     """Yield the `Writing` of chunks whose parts are written in the block; after an error the next attempt has it."""
-    writing = Writing(location, chunks, attempt)
+    writing = Writing(location, chunks, attempt, logprobs=logprobs)
     try:
         yield writing
     except BaseException:
