@@ -118,7 +118,7 @@ class WritingTask(BaseTask):
             found["prompt_tokens"] = None if lengths is None else lengths[row]
             if options.logprobs is not None:
                 found["token_logprobs"] = each = options.written[row]
-                found["logprob"] = each.mean() if len(each) else 0.0
+                found["logprob"] = None if each is None else each.mean() if len(each) else 0.0
             for name in found.keys() & columns.keys():
                 columns[name].append(found[name])
         if structure is None:
