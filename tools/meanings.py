@@ -82,7 +82,7 @@ REASONS = {
     "non_finite": "gave NaN or infinity.",
     "length": "has an answer that `--max-new-tokens` cut before it fits its structure; `generated_text` has it.",
     "engine_refused": "is refused by an engine in an interpreter of its own, with the reason that it gives.",
-    "no_token": "has an answer that no token of the model continues to a text that fits; `generated_text` has it.",
+    "no_token": "has an answer that no token of the model continues as its structure wants; `generated_text` has it.",
     "bad_value": "has JSON with a value that its column cannot hold; `generated_text` has it.",
     "out_of_memory": "did not fit into memory, alone in its batch.",
     "no_preference": "has two answers that are equal, or have the same tokens; in training and `evaluate` only.",

@@ -21,7 +21,7 @@ from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.options import LOGPROBS
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import decoder_start, in_words, load_config
-from torchlake.models.structured.structure import OPTIONS, Structure, read_structure
+from torchlake.models.structured.structure import STRUCTURE_OPTIONS, Structure, read_structure
 from torchlake.models.structured.tokens import check_structure
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.models.write import quiet
@@ -137,12 +137,13 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
         ids = given["stop_token_ids"]
         given["stop_token_ids"] = (ids,) if isinstance(ids, int) else tuple(ids)
     structure = read_structure(given)
-    given = {name: value for name, value in given.items() if name not in OPTIONS}
+    given = {name: value for name, value in given.items() if name not in STRUCTURE_OPTIONS}
+    if structure is not None:
+        _check_beside(structure, given)
     options = GenerationOptions(**given, structure=structure)
     drawing: list[str] = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     drawing += [name for name in ("n",) if options.n > 1] + [name for name in ("seed_by",) if options.seed_by == "key"]
     check_values(options)
-    _check_structure_options(options)
     if options.num_beams > 1 and (options.temperature > 0 or drawing):
         others = ", ".join(["temperature"] * (options.temperature > 0) + drawing)
         raise UsageError(f"num_beams and {others}: beams are searched without sampling. Leave one of them out.")
@@ -156,18 +157,15 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     return options
 
 
-def _check_structure_options(options: GenerationOptions) -> None:
-    """Raise UsageError for options that a structure leaves no room for."""
-    if options.structure is None:
-        return
-    plain, kind = GenerationOptions(), options.structure.kind
-    names = ["stop", "stop_token_ids", "min_new_tokens", "num_beams"]
-    if options.structure.choices:  # they are compared as wholes, without a choice of tokens
-        penalties = ["repetition_penalty", "presence_penalty", "frequency_penalty"]
-        names += ["top_k", "top_p", "min_p", *penalties, "logprobs"]
-    if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
-        one = "decides where a text ends" if given[0] in names[:3] else "allows no other way to choose it"
-        raise UsageError(f"{', '.join(given)}: {kind} {one}. Leave one of them out.")
+def _check_beside(structure: Structure, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that would end an answer before it fits, or that are not for choices."""
+    refused = ["stop", "min_new_tokens", "num_beams"]
+    if structure.choices:
+        refused += ["top_k", "top_p", "min_p", "logprobs", "repetition_penalty", "presence_penalty"]
+        refused += ["frequency_penalty", "stop_token_ids"]
+    found = [name for name in refused if given.get(name)]
+    if found:
+        raise UsageError(f"{', '.join(found)}: {structure.kind} decides what is written. Leave one of them out.")
 
 
 def check_values(options: GenerationOptions) -> None:
@@ -270,7 +268,7 @@ def decoded(
 
     `exact`: as the tokens spell it; some tokenizers remove the space before punctuation.
     """
-    changes: dict[str, bool] = {"clean_up_tokenization_spaces": False} if exact else {}
+    changes = {"clean_up_tokenization_spaces": False} if exact else {}
     special = {tokenizer.convert_tokens_to_ids(mark): mark for mark in kept if mark in tokenizer.all_special_tokens}
     found = [place for place, token in enumerate(tokens) if token in special] if special else []
     pieces, start = list[str](), 0

@@ -136,7 +136,7 @@ def test_texts_fit_any_schema(tiny_gpt2: Path, schema: Any) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS)
 def test_many_texts_fit_any_schema(tiny_llama: Path, schema: Any) -> None:
-    check_schema(tiny_llama, schema, texts=20)
+    check_schema(tiny_llama, schema, texts=60)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,6 +1,6 @@
 """Which token comes next: the scores of every row in, a token of every row out.
 
-    scores (B, V) -> tokens that the row's grammar allows -> penalties -> temperature, top_k, top_p, min_p -> the row's
+    scores (B, V) -> penalties -> tokens that the row's grammar allows -> temperature, top_k, top_p, min_p -> the row's
     own draw -> tokens (B,)
 
 Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
@@ -30,8 +30,8 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     infinity, STUCK where the row's grammar allows no token that the model may write."""
     # The maximum is NaN if any score is.
     finite = torch.isfinite(scores.amax(-1)).cpu().numpy()
-    given, stuck = masked(scores, rows)
-    scores = penalized(given, rows)
+    given = scores
+    scores, stuck = masked(penalized(scores, rows), rows)
     tokens = np.empty(len(rows), np.int64)
     groups: dict[GenerationOptions, list[int]] = {}
     for place, row in enumerate(rows):
@@ -40,19 +40,14 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
         some = scores if len(places) == len(rows) else scores[places]
         drawn = [rows[place].drawn[len(rows[place].tokens)] for place in places] if options.temperature else []
         tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
+    tokens[stuck] = STUCK
     if any(row.logprobs is not None for row in rows):
-        chosen = torch.from_numpy(tokens)[:, None].to(given.device)
+        chosen = torch.from_numpy(tokens.clip(min=0))[:, None].to(given.device)
         found = given.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist()
         for row, logprob in zip(rows, found, strict=True):
             row.logprob = logprob
-    tokens[stuck] = STUCK
     tokens[~finite] = NON_FINITE
     return tokens
-
-
-def look_ahead(rows: Sequence[Row]) -> None:
-    """Begin to compute the masks of the rows' next tokens, beside the model."""
-    grammar.start([row.guide for row in rows if row.guide is not None and row.reason is None])
 
 
 def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -78,6 +73,11 @@ def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         if early:
             changed[place, list(row.ends)] = -torch.inf
     return scores if changed is None else changed
+
+
+def look_ahead(rows: Sequence[Row]) -> None:
+    """Begin to compute the masks of the rows' next tokens, beside the model."""
+    grammar.start([row.guide for row in rows if row.guide is not None and row.reason is None])
 
 
 def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.ndarray]:

@@ -58,31 +58,31 @@ class Row:
         """Add the next token, END or NON_FINITE included; sets `reason` if the text ends there."""
         if token in (NON_FINITE, STUCK) or token in self.ends:
             self.reason, self._last = "stop", token if token < 0 else END
+            self._note()
         else:
             self.tokens.append(token)
+            self._note()
             if self.guide is not None:
                 self.guide.take(token)
             self._end()
-        if self.logprobs is not None and self._last not in (NON_FINITE, STUCK):
+
+    def _note(self) -> None:
+        if self.logprobs is not None and self._last != NON_FINITE:
             self.logprobs.append(self.logprob)
-            if self._last == END and token not in self.ends:
-                self.logprobs.append(0.0)  # of the end, which is all that the grammar leaves
-
-    def __len__(self) -> int:
-        """Return the number of its tokens, those of the prompt included."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def known(self) -> np.ndarray:
-        """All of its tokens, (L,) int64."""
-        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
 
     def _end(self) -> None:
         """Set `reason` if the text ends after its last token."""
         stop = self.options.stop
         if self.guide is not None and self.guide.complete:
-            self.reason, self._last = "stop", END  # without a step for the end token
-        elif stop and self.tokens and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None:
+            self.reason, self._last = "stop", END  # without a step for the end token, which is certain
+            if self.logprobs is not None:
+                self.logprobs.append(0.0)
+        elif (
+            stop
+            and self.guide is None
+            and self.tokens
+            and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None
+        ):
             self.reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.reason = "length"
@@ -92,11 +92,20 @@ class Row:
 
         The model reads them together, without a pass for each.
         """
-        if self.guide is None or self.reason is not None or len(self.guide.forced()) < least:
-            return
-        while self.reason is None and (forced := self.guide.forced()):
-            self.logprob = 0.0  # as one of a single token that the grammar allows
-            self.take(forced[0])
+        if self.guide is None or self.logprobs is not None or self.reason is not None:
+            return  # the log-probabilities of tokens need their scores
+        if len(self.guide.forced()) >= least:
+            while self.reason is None and (forced := self.guide.forced()):
+                self.take(forced[0])
+
+    def __len__(self) -> int:
+        """Return the number of its tokens, those of the prompt included."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def known(self) -> np.ndarray:
+        """All of its tokens, (L,) int64."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
 
     @property
     def text(self) -> Text:
