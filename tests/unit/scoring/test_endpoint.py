@@ -16,6 +16,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
 from torchlake.processes.serialization import pack, unpack
 from torchlake.runtimes._http import batches, client
+from torchlake.runtimes._http.requests import json_format
 from torchlake.scoring.predict import predict
 
 KEY = "sk-very/secret-12345"
@@ -126,6 +127,17 @@ def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_pat
         assert endpoint.requests[0].path == "/v1/completions"
         found = ask(rows(2), endpoint, tmp_path / "vectors", task="feature_extraction", model_name="embedder")
         assert found[0]["embedding"] == [len("row 0 of it"), 1.0, -0.5]
+        own = [{"max_new_tokens": 3, "stop": ["x"]}, None, {"max_new_tokens": -1, "stop": None}]
+        del endpoint.requests[:]
+        found = ask(rows(text=["a", "b", "c"], options=own), endpoint, tmp_path / "own", max_new_tokens=7)
+        assert [one.body["max_tokens"] for one in sorted(endpoint.requests, key=lambda one: one.text)] == [3, 7]
+        assert found[2]["error"].startswith("bad_options: max_new_tokens")
+        endpoint.faults = {"row 1 ": "length"}
+        form = {"response_format": json_format({"type": "object", "properties": {}}, ())}
+        found = ask(rows(2), endpoint, tmp_path / "form", request_options=form)
+        assert json.loads(found[0]["generated_text"]) == {"answer": "echo row 0 of it"}
+        assert found[1]["error"].startswith("length: ")
+        assert found[1]["generated_text"] == '{"answer": "echo row 1 of it"}', "it is kept"
         tools = [{"name": "weather", "parameters": {"type": "object"}}]
         endpoint.faults = {"row 1 ": "call"}
         found = ask(rows(2), endpoint, tmp_path / "tools", tools=tools, prompt="Do {text}")
