@@ -24,7 +24,7 @@ from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_prompts
 from torchlake.scoring.endpoint.usage import CHARACTERS
 from torchlake.tables.chunks import evenly_spaced, sample_rows
-from torchlake.tables.sources.streams import Input
+from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
 
 Z = 1.96
@@ -67,7 +67,7 @@ class SpendingPlan:
 
 
 def plan_endpoint(
-    table: Input,
+    table: StoredTable,
     *,
     text: str | Sequence[str] | None = None,
     tokenizer: str | Path | None = None,

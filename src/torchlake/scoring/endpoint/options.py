@@ -82,8 +82,8 @@ def _endpoint(
         raise UsageError(f"task={task!r}: the runtime 'http' has {WRITES} and {EMBEDS}.")
     if api is not None and task is not None and (api == "embeddings") != (task == EMBEDS):
         raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
-    api = api or ("embeddings" if task == EMBEDS else "chat")
-    writes = api != "embeddings"
+    kind: Api = api or ("embeddings" if task == EMBEDS else "chat")
+    writes = kind != "embeddings"
     sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
     if given.get("sample") is not None and not given.get("temperature"):
         sampling.pop("seed", None)
@@ -105,17 +105,17 @@ def _endpoint(
     if prompts.chat_template is not None:
         raise UsageError("chat_template: an endpoint renders conversations by its own.")
     around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
-    if around and api == "completions":
-        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {api!r}.")
+    if around and kind == "completions":
+        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)
-    form, choices = _structure(api, None if generation is None else getattr(generation, "structure", None))
+    form, choices = _structure(kind, None if generation is None else getattr(generation, "structure", None))
     return (
         Endpoint(
             url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
             model=given["model_name"],
-            api=api,
+            api=kind,
             key_env=checked_key_env(given.get("key_env")),
-            options=body_options(api, own, {**form, **(given.get("request_options") or {})}),
+            options=body_options(kind, own, {**form, **(given.get("request_options") or {})}),
             choices=choices,
             timeout_s=given.get("row_timeout_s", 600.0),
             max_retries=given.get("max_retries", 8),
