@@ -173,8 +173,7 @@ def predict(
     run would; where it cannot, it is refused. `commit_id` names the commit: a call with a name that was committed does
     nothing, so that a scheduler may repeat a batch, in any order of its rows.
 
-    Endpoints: with `endpoint`, `model_name`, and the environment variable of the key (`key_env`), `model` is None, and
-    an OpenAI-compatible endpoint answers the rows; see the how-to guide, models behind an endpoint.
+    Models behind an `endpoint`, without `model`: how-to guide.
 
     Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
     `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed
