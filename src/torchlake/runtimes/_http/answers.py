@@ -154,9 +154,9 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
     if refusal is not None:
         return replace(answer, error=f"refused: {str(refusal)[:SHOWN]}")
     if "content_filter" in reasons:
-        return replace(answer, error="content_filter: the endpoint does not show the text")
-    if "length" in reasons and (endpoint.structured or not any(texts)):
-        return replace(answer, error="length: the answer was cut by the maximum of tokens")
+        return replace(answer, error="content_filter")
+    if "length" in reasons and (endpoint.structured or calls or not any(texts)):
+        return replace(answer, error="length")
     return _chosen(answer, endpoint.choices) if endpoint.choices else answer
 
 

@@ -63,7 +63,7 @@ class Endpoint:
     @property
     def structured(self) -> bool:
         """Whether an answer has a form, so that one that was cut is worth nothing."""
-        return bool(self.options.get("response_format") or self.options.get("tools"))
+        return bool(self.options.get("response_format"))
 
     @property
     def texts(self) -> int:
