@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fake_endpoint import FakeEndpoint, serving
+from torchlake.cli.main import main
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
 from torchlake.processes.serialization import pack, unpack
@@ -330,3 +331,22 @@ def test_other_mistakes(rows: Callable[..., Path], tmp_path: Path) -> None:
             model_name="small",
             price=tmp_path / "prices.yaml",
         )
+
+
+def test_the_command_line(rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, output, prices = str(rows(2)), str(tmp_path / "out"), tmp_path / "prices.yaml"
+    prices.write_text("small: {input: 1, output: 2}")
+    (tmp_path / "effort.yaml").write_text("low")
+    asked = ["--runtime", "http", "--endpoint", "http://127.0.0.1:9/v1", "--model-name", "small"]
+    assert main(["plan", table, *asked, "--price", str(prices), "--request-option", f"x=@{tmp_path}/effort.yaml"]) == 0
+    assert "cost      about 0.0001" in capsys.readouterr().out
+    for words, message in (
+        (["predict", "model", table, output, *asked], "reads no model folder"),
+        (["predict", "-", output, *asked], "not standard input"),
+        (["predict", table, output, *asked, "--key-env", "NOT_SET"], "NOT_SET is not set"),
+        (["predict", table, output, *asked, "--max-cost", "1"], "prices of the model"),
+        (["plan", table, *asked, "--processes", "2"], "--processes: for the plan of a training"),
+    ):
+        assert main(words) == 64
+        assert message in capsys.readouterr().err
+    assert not Path(output).exists()
