@@ -196,9 +196,6 @@ def _kind(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 # the command line
 
-TEXTS = ("Text generation", "Endpoint")
-"Groups of options that have a page of their own."
-
 
 def command_line_page() -> Iterator[str]:
     """The commands and their options."""
@@ -218,22 +215,20 @@ def command_line_models_page() -> Iterator[str]:
     yield from _commands(of_models=True)
 
 
-def command_line_texts_page() -> Iterator[str]:
-    """The options of texts that are written, and of endpoints, which several commands have."""
-    yield "# Command line: texts and endpoints"
+def command_line_writing_page() -> Iterator[str]:
+    """The options of text generation, which several commands have."""
+    yield "# Command line: writing"
     yield ""
-    yield "Options of `predict` and other [commands of models](command-line-models.md), for models that write. With"
-    yield "`--runtime http` an [endpoint](../how-to/endpoints.md) is the model."
+    yield "Options of [`predict` and `evaluate`](command-line-models.md) for models that write; how-to:"
+    yield "[write with a language model](../how-to/writing.md)."
+    yield ""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for panel in TEXTS:
-        rows = {_option(one): None for command in commands.values() for one in command.params if _panel(one) == panel}
-        names = dict.fromkeys(row[0] for row in rows)
-        kept = [next(row for row in rows if row[0] == name) for name in names]
-        yield from ("", f"## {panel}", "", *table(("option", "meaning"), kept))
+    options = [param for command in commands.values() for param in command.params if _writes(param)]
+    yield from table(("option", "meaning"), dict.fromkeys(_option(param) for param in options))
 
 
-def _panel(param: Any) -> str | None:
-    return getattr(param, "rich_help_panel", None)
+def _writes(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == "Text generation"
 
 
 def _commands(*, of_models: bool) -> Iterator[str]:
@@ -243,14 +238,13 @@ def _commands(*, of_models: bool) -> Iterator[str]:
             continue
         text, _, example = (command.help or "").partition("\n\n\b\nExample:\n")
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
-        rows = [_option(param) for param in command.params if not param.hidden and _panel(param) not in TEXTS]
+        rows = [_option(param) for param in command.params if not (param.hidden or _writes(param))]
         rows = [row for row in rows if row[0] not in {f"`{flag}`" for flag in ("--json", "--quiet", "--verbose")}]
         if rows:
             yield ""
             yield from table(("argument or option", "meaning"), rows)
-        panels = [one.lower() for one in TEXTS if one in map(_panel, command.params)]
-        if panels:
-            yield from ("", f"Further options: [{' and '.join(panels)}](command-line-texts.md).")
+        if any(map(_writes, command.params)):
+            yield from ("", "Its options for text generation: [writing](command-line-writing.md).")
         if command.epilog:
             yield from ("", *command.epilog.split("\n"))
 
@@ -540,7 +534,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job-train.md": job_train_page,
     "command-line.md": command_line_page,
     "command-line-models.md": command_line_models_page,
-    "command-line-texts.md": command_line_texts_page,
+    "command-line-writing.md": command_line_writing_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
     "encoders.md": encoders_page,

@@ -27,7 +27,6 @@ from torchlake.cli.console import (
     stop_outcome,
 )
 from torchlake.cli.display import Outcome, plain
-from torchlake.cli.options import with_defaults
 from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
 from torchlake.redaction import redacted
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     ours = words[: words.index("--")] if "--" in words else words
-    words = ["version" if word == "--version" else word for word in words[:1]] + with_defaults(words[1:])
+    words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
     as_json, quiet, verbose = (flag in ours for flag in ("--json", "--quiet", "--verbose"))
     with (
         log_level(quiet=quiet, verbose=verbose and not quiet),

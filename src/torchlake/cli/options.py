@@ -20,7 +20,7 @@ import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
-from torchlake.config.options import LOGPROBS, Option, PredictOptions, types_of
+from torchlake.config.options import Option, PredictOptions, types_of
 from torchlake.config.yaml import read_text
 from torchlake.errors import UsageError
 
@@ -301,6 +301,7 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
         if name in given:
             given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])
     given |= {name: _unescaped(given[name]) for name in ("prompt", "system") if name in given}
+    given |= {"stop": [_unescaped(text) for text in given["stop"]]} if "stop" in given else {}
     lists = {"columns", "partition_by", "runtimes", "stop_token_ids"} & given.keys()  # written "a, b", or by themselves
     given |= {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
     if "stop_token_ids" in given:
@@ -313,14 +314,6 @@ def _whole(option: str, word: str) -> int:
         return int(word)
     except ValueError:
         raise UsageError(f"{option} {word}: expected a whole number.") from None
-
-
-def with_defaults(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line; --logprobs may stand alone."""
-    return [
-        "--logprobs=mean" if (word, following in LOGPROBS) == ("--logprobs", False) else word
-        for word, following in zip(words, [*words[1:], ""], strict=True)
-    ]
 
 
 def _one_or_all(columns: list[str]) -> str | list[str]:

@@ -150,7 +150,7 @@ class PromptArguments(TypedDict, total=False):
         ),
     ]
     continue_final_message: Annotated[
-        bool, _text(None, "Go on with the last message of conversations that end with the assistant's.", "--continue")
+        bool, _text(None, "Continue the last message of conversations that end with the assistant's.", "--continue")
     ]
 
 

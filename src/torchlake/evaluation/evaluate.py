@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
@@ -33,7 +34,6 @@ from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
 from torchlake.evaluation.writing import estimator
-from torchlake.jobs.options import refuse_unknown
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
@@ -142,7 +142,7 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
+    check_arguments(options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     own, reading = model_folder(model), read_options(read)
     if is_frame(table):
@@ -155,12 +155,10 @@ def evaluate(
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
         spec = with_columns(spec, own, text=text, inputs=inputs)
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
+        score = partial(predicting.predict, model, **options_of)
+        columns: Any = {"text": spec.text, "text_pair": text_pair, "label": label}
         with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-            score = partial(predicting.predict, model, **options_of)
-            found = measure_pairs(
-                score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
-            )
-        return _of_pairs(*found)
+            return _of_pairs(*measure_pairs(score, table, Path(folder), **columns, read=read))
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
         return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading))
     if reference is not None:
@@ -175,7 +173,13 @@ def evaluate(
         if not plugins.load("tasks", spec.task).packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
         return _of_texts(model, table, spec, engine, runtime, reading)
-    spec = replace(spec, label=label or spec.label)
+    return _of_labeled(model, table, replace(spec, label=label or spec.label), engine, runtime, read)
+
+
+def _of_labeled(
+    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None, read: Any
+) -> Evaluation:
+    """Return the metrics of predictions beside labels; `read` are the caller's options of reading."""
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
             predicting.predict,
@@ -196,7 +200,7 @@ def evaluate(
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                labels, reasons = _stored_labels(stored, spec, reading, (engine or Local()).spread)
+                labels, reasons = _stored_labels(stored, spec, read_options(read), (engine or Local()).spread)
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, labels, reasons, spec)
@@ -372,7 +376,7 @@ def _measure_classes(
 def _encoded(task: Any, labels: pa.Array, spec: TaskSpec) -> pa.Array:
     """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
 
-    Raises DataError for labels that the model does not know, or that are no text.
+    Raises DataError for labels that the model does not know.
     """
     if not task.generates:
         encoded: pa.Array = task.encode_labels(labels, spec)

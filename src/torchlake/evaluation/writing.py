@@ -106,7 +106,7 @@ def _fields(text: str) -> dict[str, Any] | None:
 
 
 def _chrf_counts(text: str, wanted: str) -> np.ndarray:
-    """Return the n-grams of a text, of what was expected, and common ones, for each order, (6, 3)."""
+    """Return the n-grams of what was written and of what was expected, and common ones, for each order, (6, 3)."""
     counts = np.zeros((CHRF_ORDER, 3))
     mine, theirs = "".join(text.split()), "".join(wanted.split())
     for order in range(CHRF_ORDER):

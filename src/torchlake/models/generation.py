@@ -235,7 +235,7 @@ def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, kept: Seque
 
 
 def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool) -> tuple[str | None, str]:
-    """Return the reasoning in a text, None if there is none, and the text without it.
+    """Return the reasoning in an answer, None if there is none, and the answer without it.
 
     `begun`: the prompt ends with the first mark. Reasoning without a second mark is all of the text.
     """

@@ -29,7 +29,7 @@ MOST_LOOKED_AT = 8
 "Rows that are looked at to find out what a column holds."
 INSTEAD = ("tool_calls", "reasoning_content", "thinking", "reasoning", "function_call")
 "What a message may have in place of content."
-UNFINISHED = "it ends with the assistant's message; --continue (continue_final_message) goes on with it"
+UNFINISHED = "it ends with the assistant's message, which --continue (continue_final_message) continues"
 "Why a conversation has no prompt."
 SYSTEM = ("system", "developer")
 "Roles of a system text, the first message."
@@ -247,7 +247,7 @@ def render_chats(
 ) -> tuple[pa.Array, dict[int, str]]:
     """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
 
-    With `add_generation_prompt`, each text ends where the assistant's answer begins, or goes on. Nulls and blank
+    With `add_generation_prompt`, each text ends where the assistant's answer begins or is continued. Nulls and blank
     strings become null. `tools` is a column of the tools of each row; see `read_tools`. `turns`: of `read_chats`.
     """
     requests, errors = chat_requests(

@@ -114,7 +114,7 @@ class Writing:
 
 
 def _record(text: Text, logprobs: bool) -> bytes:
-    """Return a text as bytes: its tokens, with `logprobs` each beside its log-probability."""
+    """Return tokens as bytes, with `logprobs` each beside its log-probability."""
     columns = [text.tokens.astype("<i4")]
     if logprobs:
         known = np.zeros(len(text.tokens)) if text.logprobs is None else text.logprobs

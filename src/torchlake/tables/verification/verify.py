@@ -87,17 +87,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
     key = record["fingerprint"].get("key")
     key = key if isinstance(key, str) and key in record["schema"] else None
-    row_ids = key is None and "row_id" in record["schema"]
-    unchanged = unchanged_inputs(plan, found.notes)
-    check = PartCheck(
-        folder=one.folder,
-        schema=schema,
-        key=key,
-        row_ids=row_ids,
-        unchanged=unchanged,
-        logged=one.logged,
-        samples=samples_of(record["fingerprint"]),
-    )
+    row_ids, samples = key is None and "row_id" in record["schema"], samples_of(record["fingerprint"])
+    facts: Any = {"folder": one.folder, "logged": one.logged, "unchanged": unchanged_inputs(plan, found.notes)}
+    check = PartCheck(schema=schema, key=key, row_ids=row_ids, samples=samples, **facts)
     tasks = [(part, [chunks[chunk] for chunk in _chunks_of(part) if chunk in chunks]) for part in parts]
     sizes = [max(0, int(part["bytes"])) for part in parts]
     bundles = bundled(tasks, sizes, BUNDLE_BYTES)
