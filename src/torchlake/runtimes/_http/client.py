@@ -43,7 +43,7 @@ MOST_TIMEOUTS = 2
 UNREACHED = 3
 "Attempts to connect to an endpoint that has never answered."
 QUOTA = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-NO_MODEL = ("not exist", "not found", "does not support", "unknown model", "no such model", "not available")
+NO_MODEL = ("not exist", "not found", "unknown model", "no such model")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Client:
             which = "has no key: name its variable with key_env" if key is None else f"has the key in {key}"
             raise UsageError(f"{self.endpoint.url}: the endpoint refuses the request, which {which}. It says {said}")
         words = message.lower()
-        named = self.endpoint.model.lower() in words or "model" in words
+        named = self.endpoint.model.lower() in words and "model" in words
         if "model_not_found" in code.lower() or (
             got.status in (400, 404) and named and any(each in words for each in NO_MODEL)
         ):
