@@ -72,7 +72,7 @@ class Client:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "torchlake"}
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
-        self._trust = httpx.create_ssl_context(trust_env=not is_local(self._host))
+        self._trust = httpx.create_ssl_context()  # once: it takes 20 ms
         self._pools: list[httpx.AsyncClient] = []
         self._open: list[int] = []
         "The requests that each pool has."
@@ -96,7 +96,7 @@ class Client:
                     limits=httpx.Limits(max_connections=None, max_keepalive_connections=OF_A_POOL),
                     follow_redirects=False,
                     verify=self._trust,
-                    trust_env=not is_local(self._host),  # proxies, and own certificates
+                    trust_env=not is_local(self._host),  # proxies
                 )
             )
         self._open[number] += 1
