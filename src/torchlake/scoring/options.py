@@ -341,7 +341,7 @@ def with_table(
     task, generation = plugins.load("tasks", spec.task), settings.generation
     if generation is None:
         return settings, spec
-    if not task.packs:
+    if not task.packs or settings.prompts.prompt is not None:
         columns = {**spec.inputs, **_options_column(settings, schema)}
         return replace(settings, inputs=columns), replace(spec, inputs=columns)
     if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:

@@ -348,7 +348,7 @@ class Scorer:
                 options = replace(
                     options,
                     features=work.features.take(places),
-                    written=[self._logprobs[row] for row in scored.tolist()] if options.logprobs else (),
+                    written=[self._logprobs.get(row) for row in scored.tolist()] if options.logprobs else (),
                     own=[work.options[place] for place in places] if work.options else (),
                 )
             columns = self.task.output_columns(answers, self.processor, self.spec, options)

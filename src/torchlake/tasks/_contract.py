@@ -53,8 +53,8 @@ class ColumnOptions:
     "The features of the rows, if the task keeps arrays back or writes."
     logprobs: str | None = None
     "`mean` or `tokens`: the log-probabilities of written texts that get a column."
-    written: Sequence[np.ndarray] = ()
-    "Those of the tokens (W,) of each row's text."
+    written: Sequence[np.ndarray | None] = ()
+    "Those of the tokens (W,) of each row's text; None if the runtime has none."
     own: Sequence["GenerationOptions"] = ()
     "The options of each row's text; empty: they are the job's."
 

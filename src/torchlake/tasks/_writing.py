@@ -99,7 +99,7 @@ class WritingTask(BaseTask):
             found["prompt_tokens"] = None if options.features is None else options.features.lengths[row]
             if options.logprobs is not None:
                 found["token_logprobs"] = each = options.written[row]
-                found["logprob"] = each.mean() if len(each) else 0.0
+                found["logprob"] = None if each is None else each.mean() if len(each) else 0.0
             for name in columns:
                 columns[name].append(found[name])
         return pa.table(columns, schema=schema)

@@ -61,11 +61,24 @@ GIVEN: dict[str, tuple[Any, str, str]] = {
     **{
         name: (value, REFUSED, REFUSED)  # this model does not write
         for name, value in {
-            **{"prompt": "{text}", "system": "a", "examples": [{"text": "a", "completion": "b"}], "tools": "text"},
-            **{"chat_template": "a", "template_options": {"a": 1}, "continue_final_message": True},
-            **{"n": 2, "explode": True, "seed_by": "key", "min_p": 0.1, "min_new_tokens": 1, "num_beams": 2},
-            **{"repetition_penalty": 1.1, "presence_penalty": 1.0, "frequency_penalty": 1.0, "stop_token_ids": [1]},
-            **{"logprobs": True},
+            "prompt": "{text}",
+            "system": "a",
+            "examples": [{"text": "a", "completion": "b"}],
+            "tools": "text",
+            "chat_template": "a",
+            "template_options": {"a": 1},
+            "continue_final_message": True,
+            "n": 2,
+            "explode": True,
+            "seed_by": "key",
+            "min_p": 0.1,
+            "min_new_tokens": 1,
+            "num_beams": 2,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 1.0,
+            "frequency_penalty": 1.0,
+            "stop_token_ids": [1],
+            "logprobs": True,
         }.items()
     },
     **{

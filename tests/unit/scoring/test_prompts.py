@@ -46,7 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(model: Path, table: pa.Table = ROWS, **options: Any) -> list[tuple[Any, Any, Any]]:
     done = tl.predict(model, table, max_new_tokens=5, max_error_rate=1.0, engine=tiny.Here(), **options)
-    return list(zip(*(done[name].to_pylist() for name in ("reasoning", "generated_text", "error")), strict=True))
+    rows = done.to_pylist()  # a template without marks has no reasoning
+    return [(row.get("reasoning"), row["generated_text"], row["error"]) for row in rows]
 
 
 def texts(model: Path, prompts: list[str | None]) -> list[Any]:
@@ -144,6 +145,13 @@ def test_prompts_are_part_of_the_job(model: Path, tmp_path: Path) -> None:
 def test_bad_prompts_are_refused_in_words(model: Path, options: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         written(model, **options)
+
+
+def test_columns_are_found_by_name_unless_the_prompt_names_them(model: Path) -> None:
+    found = written(model, pa.table({"prompt": ["good film"]}))
+    assert joined(found) == texts(model, ["good film"])
+    with pytest.raises(UsageError, match="no column 'text'"):
+        written(model, pa.table({"prompt": ["good film"]}), prompt="{text}")
 
 
 def test_options_without_effect_are_named(model: Path, tiny_bert: Path, caplog: pytest.LogCaptureFixture) -> None:
