@@ -84,9 +84,20 @@ GIVEN: dict[str, tuple[Any, str, str]] = {
     **{
         name: (value, REFUSED, REFUSED)  # of endpoints: test_endpoint.py
         for name, value in {
-            **{"endpoint": "https://host/v1", "model_name": "a", "key_env": "HOME", "api": "chat", "price": {"a": {}}},
-            **{"request_options": {"a": 1}, "concurrency": 2, "requests_per_minute": 9.0, "tokens_per_minute": 9.0},
-            **{"max_retries": 1, "max_cost": 1.0, "max_tokens_total": 9, "batch_api": True, "insecure_endpoint": True},
+            "endpoint": "https://host/v1",
+            "model_name": "a",
+            "key_env": "HOME",
+            "api": "chat",
+            "price": {"a": {}},
+            "request_options": {"a": 1},
+            "concurrency": 2,
+            "requests_per_minute": 9.0,
+            "tokens_per_minute": 9.0,
+            "max_retries": 1,
+            "max_cost": 1.0,
+            "max_tokens_total": 9,
+            "batch_api": True,
+            "insecure_endpoint": True,
         }.items()
     },
     "batch_rows": (5, CHANGES, NO_EFFECT),
