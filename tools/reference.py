@@ -293,7 +293,7 @@ def error_reasons() -> Iterator[str]:
         for path in sorted((SOURCE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    match = re.match(r"([a-z]+_[a-z0-9_]+|timeout)(: |$)", node.value)
+                    match = re.match(r"([a-z]+_[a-z0-9_]+|timeout|length)(: |$)", node.value)
                     if match and match[1] not in options and (match[2] or match[1] in meanings.REASONS):
                         yield match[1]
 

@@ -129,7 +129,8 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    f"batch_tokens chunk_rows row_timeout_s {WRITING} n explode seed_by seed logprobs chat {ENDPOINT} profile",
+    f"batch_tokens chunk_rows row_timeout_s {WRITING} json_schema json_columns regex choices grammar n explode seed_by "
+    f"seed logprobs chat {ENDPOINT} profile",
     o.PredictFlags,
 )
 def predict(

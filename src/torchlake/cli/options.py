@@ -292,7 +292,8 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
     if "inputs" in given:
         named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
         given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
-    given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
+    single = ("text", "text_pair", "json_schema")
+    given |= {name: _one_or_all(given[name]) for name in single if isinstance(given.get(name), list)}
     for name, flag, example in (
         ("task_options", "--task-option", "candidate_labels=[good,bad]"),
         ("template_options", "--template-option", "enable_thinking=false"),
@@ -302,7 +303,8 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
             given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])
     given |= {name: _unescaped(given[name]) for name in ("prompt", "system") if name in given}
     given |= {"stop": [_unescaped(text) for text in given["stop"]]} if "stop" in given else {}
-    lists = {"columns", "partition_by", "runtimes", "stop_token_ids"} & given.keys()  # written "a, b", or by themselves
+    lists = {"columns", "partition_by", "runtimes", "stop_token_ids", "choices"} & given.keys()
+    # Written "a, b", or by themselves.
     given |= {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
     if "stop_token_ids" in given:
         given["stop_token_ids"] = [_whole("--stop-token-ids", word) for word in given["stop_token_ids"]]

@@ -10,6 +10,7 @@ fields: `--where CONDITION`, with that help. The prose of the Python functions i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
@@ -129,6 +130,15 @@ class SamplingArguments(TypedDict, total=False):
     ]
     language: Annotated[str | None, _text("NAME", "Language that a multilingual translator writes, such as de_DE.")]
     stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
+    json_schema: Annotated[
+        Mapping[str, Any] | str | Path | None, _text("FILE", "Write JSON that fits this JSON schema.")
+    ]
+    json_columns: Annotated[bool, _text(None, "Write the properties of --json-schema as typed columns.")]
+    regex: Annotated[str | None, _text("PATTERN", "Write texts that match this expression as a whole.")]
+    choices: Annotated[
+        str | Sequence[str] | None, _text("A,B", "Write one of these texts, with the probability of each.")
+    ]
+    grammar: Annotated[str | Path | None, _text("FILE", "Write texts of this grammar, in Lark as llguidance reads it.")]
 
 
 class PromptArguments(TypedDict, total=False):

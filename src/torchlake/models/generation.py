@@ -1,7 +1,8 @@
 """The options of text generation, what a model's folder says about it, and the encoding of answers.
 
     answers (B, W) int32    token ids of each row; END where the model ended its answer, NOTHING after an answer;
-                            NON_FINITE in the whole row if the model gave NaN or infinity
+                            NON_FINITE in the whole row if the model gave NaN or infinity; STUCK where a grammar
+                            allows no token
 
 Runtimes return answers, and the task decodes them. Both search for stop strings in the text of `decoded`, so the text
 is cut where generation stopped.
@@ -20,6 +21,8 @@ from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.options import LOGPROBS
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import in_words, load_config
+from torchlake.models.structured.structure import STRUCTURE_OPTIONS, Structure, read_structure
+from torchlake.models.structured.tokens import check_structure
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.models.write import quiet
 
@@ -30,7 +33,7 @@ log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 256
 "The most answers of a row, and the most beams."
-NOTHING, END, NON_FINITE = -1, -2, -3
+NOTHING, END, NON_FINITE, STUCK = -1, -2, -3, -4
 CONFIG = "generation_config.json"
 MARKS = (
     *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
@@ -82,6 +85,8 @@ class GenerationOptions:
     "`mean`: the mean log-probability of an answer's tokens; `tokens`: that of each, too."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
+    structure: Structure | None = None
+    "What the text has to fit."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +136,11 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     if "stop_token_ids" in given:
         ids = given["stop_token_ids"]
         given["stop_token_ids"] = (ids,) if isinstance(ids, int) else tuple(ids)
-    options = GenerationOptions(**given)
+    structure = read_structure(given)
+    given = {name: value for name, value in given.items() if name not in STRUCTURE_OPTIONS}
+    if structure is not None:
+        _check_beside(structure, given)
+    options = GenerationOptions(**given, structure=structure)
     drawing: list[str] = [name for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     drawing += [name for name in ("n",) if options.n > 1] + [name for name in ("seed_by",) if options.seed_by == "key"]
     check_values(options)
@@ -146,6 +155,17 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
             f"{', '.join(drawing)}: there is no sampling at temperature 0. Set a temperature above 0 as well."
         )
     return options
+
+
+def _check_beside(structure: Structure, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that would end an answer before it fits, or that are not for choices."""
+    refused = ["stop", "min_new_tokens", "num_beams"]
+    if structure.choices:
+        refused += ["top_k", "top_p", "min_p", "logprobs", "repetition_penalty", "presence_penalty"]
+        refused += ["frequency_penalty", "stop_token_ids"]
+    found = [name for name in refused if given.get(name)]
+    if found:
+        raise UsageError(f"{', '.join(found)}: {structure.kind} decides what is written. Leave one of them out.")
 
 
 def check_values(options: GenerationOptions) -> None:
@@ -167,7 +187,8 @@ def check_values(options: GenerationOptions) -> None:
         "stop_token_ids": not all(type(one) is int and one >= 0 for one in ids) and "holds ids of tokens, 0 or more",
         "num_beams": not 1 <= options.num_beams <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
     }
-    assert wrong.keys() | {"chat", "language", "seed_by", "logprobs"} == {field.name for field in fields(options)}
+    others = {"chat", "language", "seed_by", "logprobs", "structure"}
+    assert wrong.keys() | others == {field.name for field in fields(options)}
     for name, problem in wrong.items():
         if problem:
             raise UsageError(f"{name} {problem}; {getattr(options, name)!r} was given.")
@@ -200,11 +221,21 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
+    named = own.get("eos_token_id", tokenizer.eos_token_id)
+    return sorted(named) if isinstance(named, list) else [named]
+
+
 def check_settings(folder: Path, options: GenerationOptions) -> None:
     """Raise the errors of `settings_of` and `language_token`; log the settings that the job's options replace."""
-    settings_of(folder)
+    own = settings_of(folder)
     if options.language is not None:
         language_token(folder, options.language)
+    if options.structure is not None:
+        check_structure(
+            options.structure, folder, ends=end_tokens(own, load_tokenizer(folder)), new_tokens=options.max_new_tokens
+        )
     file = next(folder / name for name in (CONFIG, "config.json") if (folder / name).is_file())
     values = atomic_io.read_json(file).items()
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))
@@ -223,15 +254,21 @@ def language_token(folder: Path, language: str) -> int:
     return names[language.strip("_")]
 
 
-def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, kept: Sequence[str] = ()) -> str:
-    """Return the text of one row's tokens, without special tokens except for those that are `kept`."""
+def decoded(
+    tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, kept: Sequence[str] = (), exact: bool = False
+) -> str:
+    """Return the text of one row's tokens, without special tokens except for those that are `kept`.
+
+    `exact`: as the tokens spell it; some tokenizers remove the space before punctuation.
+    """
+    changes = {"clean_up_tokenization_spaces": False} if exact else {}
     special = {tokenizer.convert_tokens_to_ids(mark): mark for mark in kept if mark in tokenizer.all_special_tokens}
     found = [place for place, token in enumerate(tokens) if token in special] if special else []
     pieces, start = list[str](), 0
     for place in found:
         pieces += [tokenizer.decode(tokens[start:place], skip_special_tokens=True), special[int(tokens[place])]]
         start = place + 1
-    return "".join([*pieces, tokenizer.decode(tokens[start:], skip_special_tokens=True)])
+    return "".join([*pieces, tokenizer.decode(tokens[start:], skip_special_tokens=True, **changes)])
 
 
 def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool) -> tuple[str | None, str]:

@@ -62,6 +62,7 @@ OPTIONAL: dict[str, str | None] = {
     "optuna": "tune",
     "bitsandbytes": "8bit",
     "lion-pytorch": "lion",
+    "llguidance": "structured",
     "wandb": "wandb",
     "mlflow-skinny": "mlflow",
     "tensorboard": "tensorboard",

@@ -108,9 +108,12 @@ def open_writer(folder: Path, spec: TaskSpec, *, device: str, options: Generatio
 
 def writer_of(model: Any, folder: Path, options: GenerationOptions) -> Writer:
     """Return the Writer of a model loaded from `folder`."""
+    from torchlake.runtimes._writing.choices import ChoicesWriter
     from torchlake.runtimes._writing.session import session_of
     from torchlake.runtimes._writing.static import StaticWriter
 
+    if options.structure is not None and options.structure.choices:
+        return ChoicesWriter(model, folder, options)
     static = StaticWriter(model, folder, options)
     session = session_of(model, static)
     if session is None:

@@ -23,6 +23,7 @@ from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
 from torchlake.models.load import EMBEDS, embeddings, load_spec
+from torchlake.models.structured.structure import STRUCTURE_OPTIONS
 from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
@@ -82,6 +83,7 @@ def split_options(
     refuse_endpoint(named)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0] |= {"task"}
+    names[1] |= set(STRUCTURE_OPTIONS)
     scoring, generation = ({name: named[name] for name in named if name in own} for own in names)
     if named.get("sample") is not None and not named.get("temperature"):
         generation.pop("seed", None)

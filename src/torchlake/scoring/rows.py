@@ -112,6 +112,7 @@ class ScoringSettings:
             stop=() if self.generation is None else self.generation.stop,
             marks=self.prompts.marks,
             logprobs=None if self.generation is None else self.generation.logprobs,
+            structure=None if self.generation is None else self.generation.structure,
             embedding=self.embedding,
             ranges=self.ranges,
         )

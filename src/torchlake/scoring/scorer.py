@@ -351,7 +351,10 @@ class Scorer:
                     written=[self._logprobs.get(row) for row in scored.tolist()] if options.logprobs else (),
                     own=[work.options[place] for place in places] if work.options else (),
                 )
-            columns = self.task.output_columns(answers, self.processor, self.spec, options)
+            columns, wrong = self.task.answer_columns(answers, self.processor, self.spec, options)
+            kept_errors = {int(scored[place]): reason for place, reason in wrong.items()}
+            pairs = zip(work.rows.tolist(), same.tolist(), strict=True)
+            errors = errors | {row: kept_errors[one] for row, one in pairs if one in kept_errors}
         else:
             columns = self.task.output_schema(self.spec, options).empty_table()
         # -1 becomes null: rows with an error keep their place, so the output has exactly one row for each input row.

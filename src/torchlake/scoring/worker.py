@@ -303,7 +303,7 @@ def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, prediction
 def folded(predictions: pa.Table, settings: ScoringSettings) -> pa.Table:
     """Return the predictions of rows that have several answers: lists of a row's, or all with their numbers.
 
-    A row of lists has the first error of its answers, and then no answer.
+    A row of lists has the first error of its answers, and then no answer, but for texts that do not fit a structure.
     """
     samples = settings.samples
     if settings.explode:
@@ -314,7 +314,11 @@ def folded(predictions: pa.Table, settings: ScoringSettings) -> pa.Table:
     rows = len(predictions) // samples
     reasons = predictions["error"].to_pylist()
     first = [next(filter(None, reasons[row * samples : (row + 1) * samples]), None) for row in range(rows)]
-    known = from_numpy(np.arange(rows), null=np.array([reason is not None for reason in first], bool))
+    lost = np.array([reason is not None for reason in first], bool)
+    if settings.generation is not None and settings.generation.structure is not None:
+        texts = predictions[f"{settings.prefix}generated_text"].is_null().to_numpy()
+        lost &= texts.reshape(rows, samples).all(axis=1)
+    known = from_numpy(np.arange(rows), null=lost)
     columns: dict[str, Any] = {}
     for column in predictions.schema:
         each = predictions[column.name].combine_chunks()

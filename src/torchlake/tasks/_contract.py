@@ -20,6 +20,7 @@ from torchlake.errors import DataError, TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
 from torchlake.models import load, write
+from torchlake.models.structured.structure import Structure
 from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES
 from torchlake.tasks import _checks, _pretrained
 from torchlake.tasks._inputs import Inputs, sample_inputs
@@ -45,6 +46,8 @@ class ColumnOptions:
     "Strings that end a generated text."
     marks: tuple[str, str] | None = None
     "What is before and after reasoning in a generated text; None: it is not looked for."
+    structure: Structure | None = None
+    "What a generated text has to fit."
     embedding: str = "float32"
     "The form of vectors: float32, int8 or binary."
     ranges: Sequence[Sequence[float]] = ()
@@ -317,6 +320,12 @@ class BaseTask:
     ) -> pa.Table:
         """Return the prediction columns of the answers of N rows, in `output_schema`."""
         raise self._lacks("output_columns")
+
+    def answer_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> tuple[pa.Table, dict[int, str]]:
+        """Return `output_columns`, and {row: reason} for answers that are kept beside an error."""
+        return self.output_columns(answers, processor, spec, options), {}
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; every row has

@@ -61,6 +61,8 @@ def _replaced(job: GenerationOptions, given: dict[str, Any]) -> GenerationOption
     for name, value in given.items():
         if not isinstance(value, KINDS[name]) or isinstance(value, bool):
             raise UsageError(f"{name} is {value!r}")
+    if "stop" in given and job.structure is not None:
+        raise UsageError(f"stop is not for rows whose answer ends as its {job.structure.kind} says")
     if "stop" in given:
         stop = given["stop"]
         given = {**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}

@@ -57,6 +57,11 @@ GIVEN: dict[str, tuple[Any, str, str]] = {
     "top_p": (0.5, REFUSED, REFUSED),
     "language": ("de_DE", REFUSED, REFUSED),
     "stop": ("x", REFUSED, REFUSED),
+    "json_schema": ({"type": "object"}, REFUSED, REFUSED),
+    "json_columns": (True, REFUSED, REFUSED),
+    "regex": ("a", REFUSED, REFUSED),
+    "choices": ("a,b", REFUSED, REFUSED),
+    "grammar": ("a.lark", REFUSED, REFUSED),
     "chat": (True, REFUSED, REFUSED),
     **{
         name: (value, REFUSED, REFUSED)  # this model does not write

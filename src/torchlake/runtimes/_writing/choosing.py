@@ -1,7 +1,7 @@
 """Which token comes next: the scores of every row in, a token of every row out.
 
-    scores (B, V) -> penalties -> tokens that the row's mask allows -> temperature, top_k, top_p, min_p -> the row's own
-    draw -> tokens (B,)
+    scores (B, V) -> penalties -> tokens that the row's grammar allows -> temperature, top_k, top_p, min_p -> the row's
+    own draw -> tokens (B,)
 
 Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
 computed together.
@@ -20,17 +20,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from torchlake.models.generation import NON_FINITE, GenerationOptions
+from torchlake.models.generation import NON_FINITE, STUCK, GenerationOptions
+from torchlake.runtimes._writing import grammar
 from torchlake.runtimes._writing.row import Row
 
 
 def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     """Return the next token of each row, (B,) int64, from the scores (B, V); NON_FINITE where a score is NaN or
-    infinity."""
+    infinity, STUCK where the row's grammar allows no token that the model may write."""
     # The maximum is NaN if any score is.
     finite = torch.isfinite(scores.amax(-1)).cpu().numpy()
     given = scores
-    scores = masked(penalized(scores, rows), rows)
+    scores, stuck = masked(penalized(scores, rows), rows)
     tokens = np.empty(len(rows), np.int64)
     groups: dict[GenerationOptions, list[int]] = {}
     for place, row in enumerate(rows):
@@ -39,8 +40,9 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
         some = scores if len(places) == len(rows) else scores[places]
         drawn = [rows[place].drawn[len(rows[place].tokens)] for place in places] if options.temperature else []
         tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
+    tokens[stuck] = STUCK
     if any(row.logprobs is not None for row in rows):
-        chosen = torch.from_numpy(tokens)[:, None].to(given.device)
+        chosen = torch.from_numpy(tokens.clip(min=0))[:, None].to(given.device)
         found = given.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist()
         for row, logprob in zip(rows, found, strict=True):
             row.logprob = logprob
@@ -73,21 +75,39 @@ def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return scores if changed is None else changed
 
 
-def masked(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Return the scores with -inf for the tokens that a row's mask excludes."""
-    masks = {place: row.mask(row.tokens) for place, row in enumerate(rows) if row.mask is not None}
-    if all(mask is None for mask in masks.values()):
-        return scores
-    scores = scores.clone()
-    for place, mask in masks.items():
-        if mask is not None:
-            scores[place, ~torch.from_numpy(mask).to(scores.device)] = -torch.inf
-    return scores
+def look_ahead(rows: Sequence[Row]) -> None:
+    """Begin to compute the masks of the rows' next tokens, beside the model."""
+    grammar.start([row.guide for row in rows if row.guide is not None and row.reason is None])
+
+
+def masked(scores: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the scores with -inf for tokens that a row's grammar excludes, and whether no other is left, (B,) bool.
+
+    A row for which the model itself allows one token only, such as the language at the start, keeps it.
+    """
+    stuck = np.zeros(len(rows), bool)
+    places = [place for place, row in enumerate(rows) if row.guide is not None]
+    if not places:
+        return scores, stuck
+    guides = [row.guide for row in rows if row.guide is not None]
+    masks = torch.from_numpy(grammar.allowed(guides, scores.shape[1])).to(scores.device)
+    some = scores if len(places) == len(rows) else scores[places]
+    found = some.masked_fill(~masks, -torch.inf)
+    none = found.amax(-1) == -torch.inf
+    if none.any():
+        forced = none & ((some > -torch.inf).sum(-1) == 1)
+        found = torch.where(forced[:, None], some, found)
+        stuck[places] = (none & ~forced).cpu().numpy()
+    if len(places) < len(rows):
+        scores = scores.clone()
+        scores[places] = found
+        return scores, stuck
+    return found, stuck
 
 
 def _settings(options: GenerationOptions) -> GenerationOptions:
     """Return the options by which rows are computed together: without those that are a row's own."""
-    return replace(options, seed=0, stop=(), max_new_tokens=1)
+    return replace(options, seed=0, stop=(), max_new_tokens=1, structure=None)
 
 
 def _chosen(scores: torch.Tensor, options: GenerationOptions, drawn: np.ndarray) -> torch.Tensor:

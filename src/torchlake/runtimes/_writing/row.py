@@ -1,17 +1,15 @@
 """A row that is written: its prompt, options, and the tokens so far; and how it ends."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from torchlake.models.generation import END, NON_FINITE, GenerationOptions, decoded, stop_place
+from torchlake.models.generation import END, NON_FINITE, STUCK, GenerationOptions, decoded, stop_place
 from torchlake.runtimes import Ended, Text
-
-Mask = Callable[[Sequence[int]], np.ndarray | None]
-"Returns which tokens may come next, (V,) bool, after those that are written; None: all."
+from torchlake.runtimes._writing.grammar import Guide, guide_of
 
 
 @dataclass(kw_only=True)
@@ -35,7 +33,8 @@ class Row:
     "The log-probability of each token, of the end token too; None: not asked for."
     logprob: float = 0.0
     "That of the next token, once it is chosen."
-    mask: Mask | None = None
+    guide: Guide | None = field(init=False, default=None)
+    "What the text may continue with; None: with all tokens."
     reason: str | None = None
     "Why it has ended; None: it has not."
     slot: int = -1
@@ -51,22 +50,53 @@ class Row:
         if self.options.logprobs is not None and self.logprobs is None:
             self.logprobs = []
         self._last: int | None = None
-        if len(self.tokens) >= self.limit:
-            self.reason = "length"
+        if self.options.structure is not None:
+            self.guide = guide_of(self.options.structure, self.tokenizer, self.ends, self.tokens)
+        self._end()
 
     def take(self, token: int) -> None:
         """Add the next token, END or NON_FINITE included; sets `reason` if the text ends there."""
-        if token == NON_FINITE or token in self.ends:
-            self.reason, self._last = "stop", NON_FINITE if token == NON_FINITE else END
+        if token in (NON_FINITE, STUCK) or token in self.ends:
+            self.reason, self._last = "stop", token if token < 0 else END
+            self._note()
         else:
             self.tokens.append(token)
-            stop = self.options.stop
-            if stop and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None:
-                self.reason = "stop"
-            elif len(self.tokens) >= self.limit:
-                self.reason = "length"
+            self._note()
+            if self.guide is not None:
+                self.guide.take(token)
+            self._end()
+
+    def _note(self) -> None:
         if self.logprobs is not None and self._last != NON_FINITE:
             self.logprobs.append(self.logprob)
+
+    def _end(self) -> None:
+        """Set `reason` if the text ends after its last token."""
+        stop = self.options.stop
+        if self.guide is not None and self.guide.complete:
+            self.reason, self._last = "stop", END  # without a step for the end token, which is certain
+            if self.logprobs is not None:
+                self.logprobs.append(0.0)
+        elif (
+            stop
+            and self.guide is None
+            and self.tokens
+            and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None
+        ):
+            self.reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.reason = "length"
+
+    def force(self, least: int = 1) -> None:
+        """Write the tokens that the grammar leaves no choice for, if there are `least` or more.
+
+        The model reads them together, without a pass for each.
+        """
+        if self.guide is None or self.logprobs is not None or self.reason is not None:
+            return  # the log-probabilities of tokens need their scores
+        if len(self.guide.forced()) >= least:
+            while self.reason is None and (forced := self.guide.forced()):
+                self.take(forced[0])
 
     def __len__(self) -> int:
         """Return the number of its tokens, those of the prompt included."""

@@ -21,7 +21,7 @@ from torchlake.errors import ran_out_of_memory
 from torchlake.models.generation import NON_FINITE, GenerationOptions
 from torchlake.runtimes import EMPTY, Report, Text
 from torchlake.runtimes._writing.cache import Slots, ordinary_window
-from torchlake.runtimes._writing.choosing import choose
+from torchlake.runtimes._writing.choosing import choose, look_ahead
 from torchlake.runtimes._writing.prefix import Beginnings, leader
 from torchlake.runtimes._writing.row import Row
 from torchlake.runtimes._writing.static import AGREEMENT, StaticWriter, padded
@@ -83,6 +83,10 @@ class Session:
                 if self._running:
                     for row, token in zip(self._running, choose(self.scores(), self._running).tolist(), strict=True):
                         row.take(token)
+                        # A pass for one row pays if it saves more tokens than the batch has rows: the weights are read
+                        # once for a pass, whatever it computes.
+                        row.force(least=len(self._running) + 1)
+                    look_ahead(self._running)
                 done += self._release()
             report([row.ended for row in done])
         except BaseException:

@@ -9,7 +9,7 @@ excludes the padding, and positions count from each row's own first token. A row
 continued: its tokens are read with the prompt, which costs about as much as one step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import decoder_start, in_words
-from torchlake.models.generation import GenerationOptions, language_token, settings_of
+from torchlake.models.generation import GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import EMPTY, Report, Text
-from torchlake.runtimes._writing.choosing import choose
+from torchlake.runtimes._writing.choosing import choose, look_ahead
 from torchlake.runtimes._writing.row import Row
 
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -94,7 +94,7 @@ class StaticWriter:
 
     def row_of(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text) -> Row:
         """Return what a writer knows of a row."""
-        return Row(
+        made = Row(
             number=row,
             prompt=ids,
             options=options,
@@ -105,6 +105,9 @@ class StaticWriter:
             logprobs=None if begun.logprobs is None else begun.logprobs.tolist(),
             limit=options.max_new_tokens - self._unwritten,
         )
+        if not self._apart:  # else the model may force the first token
+            made.force()
+        return made
 
     def text(self, row: int) -> Text:
         """Return what is written of a row that has not ended."""
@@ -139,7 +142,7 @@ class StaticWriter:
             report(ended)
 
         begun, most = len(rows[0].tokens), max(row.limit for row in rows)
-        if begun >= most:
+        if begun >= most or all(row.reason is not None for row in rows):
             tell()
             return
         choosing = _Choosing(rows)
@@ -273,11 +276,6 @@ class _Stopping(StoppingCriteria):
         for row, token in zip(rows, self.choosing.chosen.tolist(), strict=True):
             if row.reason is None:
                 row.take(token)
+        look_ahead(rows)
         self.tell()
         return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
-
-
-def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
-    named = own.get("eos_token_id", tokenizer.eos_token_id)
-    return sorted(named) if isinstance(named, list) else [named]

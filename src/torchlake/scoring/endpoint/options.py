@@ -108,7 +108,7 @@ def _endpoint(
     if around and kind == "completions":
         raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)
-    form, choices = _structure(kind, None if generation is None else getattr(generation, "structure", None))
+    form, choices = _structure(kind, None if generation is None else generation.structure)
     return (
         Endpoint(
             url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
