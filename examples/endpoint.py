@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -35,10 +36,11 @@ class StandIn(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][-1]["content"].lower()
         bad = any(word in text for word in ("bad", "dull", "poor", "terrible", "awful", "boring"))
-        message = {"role": "assistant", "content": "negative" if bad else "positive"}
+        answer = json.dumps({"answer": "negative" if bad else "positive"})
+        message = {"role": "assistant", "content": answer}
         usage = {"prompt_tokens": len(text.split()), "completion_tokens": 1}
-        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
-        content = json.dumps(answer).encode()
+        found = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        content = json.dumps(found).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

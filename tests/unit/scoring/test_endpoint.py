@@ -146,6 +146,21 @@ def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_pat
         assert endpoint.requests[-1].body["tools"] == [{"type": "function", "function": tools[0]}]
 
 
+def test_answers_have_a_form(rows: Callable[..., Path], tmp_path: Path) -> None:
+    """Choices are picked out of JSON, and the properties of a schema are columns; what does not fit is an error row."""
+    with serving(faults={"row 1 ": "plain", "row 2 ": "length"}) as endpoint:
+        found = ask(rows(3), endpoint, tmp_path / "choices", choices=["good", "bad"])
+        assert [row["generated_text"] for row in found] == ["good", None, '{"answer": "good"}']
+        reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
+        assert reasons == [None, "bad_answer", "length"]
+        schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+        found = ask(rows(3), endpoint, tmp_path / "columns", json_schema=schema, json_columns=True, prefix="its_")
+        assert [row["its_answer"] for row in found] == ["echo row 0 of it", None, "echo row 2 of it"]
+        assert endpoint.requests[-1].body["response_format"]["json_schema"]["schema"] == schema
+    with pytest.raises(UsageError, match="regex: the runtime 'http' has json_schema and choices"):
+        ask(rows(3), endpoint, tmp_path / "regex", regex="a+")
+
+
 def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     faults = {"row 1 ": "echokey", "row 2 ": "echo400", "row 3 ": ["429", "503"]}
     with serving(faults=faults, key=KEY) as endpoint:

@@ -157,6 +157,9 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
         return replace(answer, error="content_filter")
     if "length" in reasons and (endpoint.structured or calls or not any(texts)):
         return replace(answer, error="length")
+    if endpoint.structured and not calls:
+        for text in texts:
+            json.loads(text)
     return _chosen(answer, endpoint.choices) if endpoint.choices else answer
 
 

@@ -62,8 +62,9 @@ class Endpoint:
 
     @property
     def structured(self) -> bool:
-        """Whether an answer has a form, so that one that was cut is worth nothing."""
-        return bool(self.options.get("response_format"))
+        """Whether answers are JSON, so that one that was cut is worth nothing."""
+        form = self.options.get("response_format")
+        return isinstance(form, Mapping) and str(form.get("type", "")).startswith("json")
 
     @property
     def texts(self) -> int:

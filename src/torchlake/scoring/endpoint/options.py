@@ -104,6 +104,8 @@ def _endpoint(
     spec = replace(spec, rows=replace(spec.rows, chat=bool(given.get("chat"))))
     if prompts.chat_template is not None:
         raise UsageError("chat_template: an endpoint renders conversations by its own.")
+    if generation is not None and generation.structure and generation.structure.columns and generation.n > 1:
+        raise UsageError("json_columns and n: the columns are those of one answer.")
     around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
     if around and kind == "completions":
         raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
@@ -133,11 +135,10 @@ def _structure(api: Api, structure: Any) -> tuple[dict[str, Any], tuple[str, ...
     """
     if structure is None:
         return {}, ()
-    if structure.kind not in ("json_schema", "choices") or api != "chat" or structure.columns:
-        kind = "json_columns" if structure.columns else structure.kind
+    if structure.kind not in ("json_schema", "choices") or api != "chat":
         raise UsageError(
-            f"{kind}: the runtime 'http' has json_schema and choices, in chat completions. What an endpoint takes "
-            "besides can be sent with request_options (--request-option NAME=VALUE)."
+            f"{structure.kind}: the runtime 'http' has json_schema and choices, in chat completions. What an endpoint "
+            "takes besides can be sent with request_options (--request-option NAME=VALUE)."
         )
     return {"response_format": json_format(structure.schema, structure.choices)}, tuple(structure.choices)
 
