@@ -64,13 +64,8 @@ def stand_in() -> Iterator[str]:
 
 def label(table: str, output: Path, endpoint: str, model: str, rows: int) -> None:
     """Label rows with half of what that costs, then with more; print both, and check the output."""
-    options = {
-        "endpoint": endpoint,
-        "model_name": model,
-        "prompt": PROMPT,
-        "max_new_tokens": 4,
-        "price": {model: PRICE},
-    }
+    options: dict[str, Any] = {"endpoint": endpoint, "model_name": model, "prompt": PROMPT, "price": {model: PRICE}}
+    options |= {"choices": ["positive", "negative"], "max_new_tokens": 8}
     try:
         tl.predict(None, table, output, limit=rows, max_tokens_total=rows * 12, **options)
     except LimitReached as stop:
