@@ -143,7 +143,7 @@ class Asking:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Let everyone who waits for an answer know why there will be none."""
+        """Tell everyone who waits for an answer why it does not come."""
         self._error = error
         for asker in self._askers:
             asker.fail(error)
@@ -192,7 +192,7 @@ class Asking:
                 one.asker.keep(one.row, answers[one.row])
             elif known is None:  # the endpoint did not come to it in its time
                 one.asker.keep(one.row, Answer(error="batch: the endpoint did not answer in time", final=False))
-        if left and known is not None:  # begun for other rows than are left now
+        if left and known is not None:  # the batch was begun for other rows
             await self._ask_batch(left, None, begin)
 
     async def _ask(self, client: "Client", one: Question) -> None:

@@ -2,7 +2,7 @@
 
 http_400: ...    the endpoint refuses the request          content_filter    it does not show the text
 bad_answer: ...  what came is not an answer                refused: ...      the model declines
-length           a text with a form that was cut, or empty because the tokens were used before it began
+length           JSON or a tool call that was cut, or no text because the tokens were used before it
 timeout: ...     no whole answer in the time of a row      connection: ...   the connection broke each time
 """
 

@@ -20,7 +20,7 @@ from torchlake.redaction import is_secret
 
 Api = Literal["chat", "completions", "embeddings"]
 Prompt = str | Sequence[Mapping[str, Any]]
-"A text, or messages."
+"Text, or messages."
 PATHS: dict[Api, str] = {"chat": "chat/completions", "completions": "completions", "embeddings": "embeddings"}
 INPUTS: dict[Api, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 OWN = ("model", "stream", "messages", "prompt", "input")
