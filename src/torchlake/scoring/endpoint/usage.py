@@ -57,6 +57,8 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
         found, where = prices, "price"
     else:
         where = str(prices)
+        if not Path(prices).is_file():
+            raise UsageError(f"price: {where}: there is no such file.")
         found, _ = read_yaml(read_text(Path(prices)), where)
     if not isinstance(found, Mapping) or not found:
         raise UsageError(f"{where}: expected models with their prices, such as small: {{input: 0.25, output: 2}}.")
