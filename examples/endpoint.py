@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -35,10 +36,11 @@ class StandIn(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][-1]["content"].lower()
         bad = any(word in text for word in ("bad", "dull", "poor", "terrible", "awful", "boring"))
-        message = {"role": "assistant", "content": "negative" if bad else "positive"}
+        answer = json.dumps({"answer": "negative" if bad else "positive"})
+        message = {"role": "assistant", "content": answer}
         usage = {"prompt_tokens": len(text.split()), "completion_tokens": 1}
-        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
-        content = json.dumps(answer).encode()
+        found = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        content = json.dumps(found).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -62,13 +64,8 @@ def stand_in() -> Iterator[str]:
 
 def label(table: str, output: Path, endpoint: str, model: str, rows: int) -> None:
     """Label rows with half of what that costs, then with more; print both, and check the output."""
-    options = {
-        "endpoint": endpoint,
-        "model_name": model,
-        "prompt": PROMPT,
-        "max_new_tokens": 4,
-        "price": {model: PRICE},
-    }
+    options: dict[str, Any] = {"endpoint": endpoint, "model_name": model, "prompt": PROMPT, "price": {model: PRICE}}
+    options |= {"choices": ["positive", "negative"], "max_new_tokens": 8}
     try:
         tl.predict(None, table, output, limit=rows, max_tokens_total=rows * 12, **options)
     except LimitReached as stop:

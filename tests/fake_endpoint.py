@@ -223,7 +223,7 @@ class FakeEndpoint:
     def choice(self, request: Request, fault: str, number: int) -> dict[str, Any]:
         """Return an answer's choice: the prompt again, as JSON if the request wants that."""
         text = f"echo {request.text}" + (f" #{number}" if number else "")
-        if "response_format" in request.body:
+        if "response_format" in request.body and fault != "plain":
             schema = request.body["response_format"]["json_schema"]["schema"]
             text = json.dumps({"answer": schema["properties"].get("answer", {}).get("enum", [text])[0]})
         if fault == "echokey":

@@ -410,6 +410,8 @@ def _yaml_pair(option: str, text: str, example: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     try:
         if equals and value.startswith("@"):
+            if not Path(value[1:]).is_file():
+                raise UsageError(f"{option} {text}: there is no such file.")
             return name, yaml.safe_load(read_text(Path(value[1:])))
         if equals:
             return name, yaml.safe_load(value)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchlake.config.options import ReadArguments
 from torchlake.display import Shown, count, shown
 from torchlake.errors import UsageError
-from torchlake.jobs.options import output_options
 from torchlake.models.folders import model_folder
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.runtimes._http.requests import Prompt
@@ -24,7 +24,8 @@ from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_prompts
 from torchlake.scoring.endpoint.usage import CHARACTERS
 from torchlake.tables.chunks import evenly_spaced, sample_rows
-from torchlake.tables.sources.streams import Input
+from torchlake.tables.sources._options import read_options
+from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
 
 Z = 1.96
@@ -67,7 +68,7 @@ class SpendingPlan:
 
 
 def plan_endpoint(
-    table: Input,
+    table: StoredTable,
     *,
     text: str | Sequence[str] | None = None,
     tokenizer: str | Path | None = None,
@@ -82,7 +83,8 @@ def plan_endpoint(
     if sampled < 1:
         raise UsageError(f"sample_rows: expected 1 or more, got {sampled}.")
     work = endpoint_job(options, text=text, key=None, columns=(), engine=None)
-    source = open_table(table, columns=(), options=output_options(options).read)
+    read = read_options({name: value for name, value in options.items() if name in ReadArguments.__annotations__})
+    source = open_table(table, columns=(), options=read)
     work.fit(source)
     picked, plan = sample_rows(source, work.settings.columns)
     picked = picked.take(evenly_spaced(len(picked), min(len(picked), sampled)))

@@ -93,6 +93,8 @@ class Asking:
         self._askers: weakref.WeakSet[Asker] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._batches: set[asyncio.Task[None]] = set()
+        self._in_batches = 0
+        "The requests of open batches."
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asking", daemon=True)
         self._thread.start()
@@ -141,7 +143,7 @@ class Asking:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Let everyone who waits for an answer know why there will be none."""
+        """Tell everyone who waits for an answer why it does not come."""
         self._error = error
         for asker in self._askers:
             asker.fail(error)
@@ -172,14 +174,17 @@ class Asking:
         from torchlake.runtimes._http.batches import run_batch
         from torchlake.runtimes._http.client import Client
 
-        if known is None and not self._may_start(len(questions), sum(one.tokens for one in questions) / len(questions)):
+        mean = sum(one.tokens for one in questions) / len(questions)
+        if known is None and not self._may_start(self._in_batches + len(questions), mean):
             for one in questions:
                 one.asker.skip(one.row)
             return
         client = Client(self._endpoint, self._limits)
+        self._in_batches += len(questions)
         try:
             answers = await run_batch(client, {one.row: one.body for one in questions}, known, begin)
         finally:
+            self._in_batches -= len(questions)
             await client.close()
         left = [one for one in questions if one.row not in answers]
         for one in questions:
@@ -187,7 +192,7 @@ class Asking:
                 one.asker.keep(one.row, answers[one.row])
             elif known is None:  # the endpoint did not come to it in its time
                 one.asker.keep(one.row, Answer(error="batch: the endpoint did not answer in time", final=False))
-        if left and known is not None:  # begun for other rows than are left now
+        if left and known is not None:  # the batch was begun for other rows
             await self._ask_batch(left, None, begin)
 
     async def _ask(self, client: "Client", one: Question) -> None:

@@ -176,13 +176,7 @@ def predict(
     run would; where it cannot, it is refused. `commit_id` names the commit: a call with a name that was committed does
     nothing, so that a scheduler may repeat a batch, in any order of its rows.
 
-    Endpoints: `predict(None, table, output, endpoint="https://host/v1", model_name="small", key_env="OPENAI_API_KEY")`
-    has an OpenAI-compatible endpoint answer the rows, without a model folder (`runtime="http"`). `key_env` names the
-    environment variable that has the key, on each machine. `api` is "chat" (texts are turns of the user),
-    "completions" or "embeddings". `request_options` are further fields of each request; None removes one.
-    `concurrency`, `requests_per_minute` and `tokens_per_minute` are those of the whole job. With `price`, a file or a
-    mapping of prices per million tokens, there is a column `cost`. `max_cost` and `max_tokens_total` stop the job
-    before it takes more: LimitReached; what is finished is kept, and the same call with a higher limit continues.
+    Models behind an `endpoint`, without `model`: how-to guide.
 
     Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
     `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed

@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from fake_endpoint import FakeEndpoint, serving
+from torchlake.cli.main import main
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
 from torchlake.processes.serialization import pack, unpack
 from torchlake.runtimes._http import batches, client
+from torchlake.runtimes._http.requests import json_format
 from torchlake.scoring.predict import predict
 
 KEY = "sk-very/secret-12345"
@@ -126,11 +128,37 @@ def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_pat
         assert endpoint.requests[0].path == "/v1/completions"
         found = ask(rows(2), endpoint, tmp_path / "vectors", task="feature_extraction", model_name="embedder")
         assert found[0]["embedding"] == [len("row 0 of it"), 1.0, -0.5]
+        own = [{"max_new_tokens": 3, "stop": ["x"]}, None, {"max_new_tokens": -1, "stop": None}]
+        del endpoint.requests[:]
+        found = ask(rows(text=["a", "b", "c"], options=own), endpoint, tmp_path / "own", max_new_tokens=7)
+        assert [one.body["max_tokens"] for one in sorted(endpoint.requests, key=lambda one: one.text)] == [3, 7]
+        assert found[2]["error"].startswith("bad_options: max_new_tokens")
+        endpoint.faults = {"row 1 ": "length"}
+        form = {"response_format": json_format({"type": "object", "properties": {}}, ())}
+        found = ask(rows(2), endpoint, tmp_path / "form", request_options=form)
+        assert json.loads(found[0]["generated_text"]) == {"answer": "echo row 0 of it"}
+        assert found[1]["error"] == "length"
+        assert found[1]["generated_text"] == '{"answer": "echo row 1 of it"}', "it is kept"
         tools = [{"name": "weather", "parameters": {"type": "object"}}]
         endpoint.faults = {"row 1 ": "call"}
         found = ask(rows(2), endpoint, tmp_path / "tools", tools=tools, prompt="Do {text}")
         assert json.loads(found[1]["tool_calls"])[0]["function"]["name"] == "weather"
         assert endpoint.requests[-1].body["tools"] == [{"type": "function", "function": tools[0]}]
+
+
+def test_answers_have_a_form(rows: Callable[..., Path], tmp_path: Path) -> None:
+    """Choices are picked out of JSON, and the properties of a schema are columns; what does not fit is an error row."""
+    with serving(faults={"row 1 ": "plain", "row 2 ": "length"}) as endpoint:
+        found = ask(rows(3), endpoint, tmp_path / "choices", choices=["good", "bad"])
+        assert [row["generated_text"] for row in found] == ["good", None, '{"answer": "good"}']
+        reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
+        assert reasons == [None, "bad_answer", "length"]
+        schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+        found = ask(rows(3), endpoint, tmp_path / "columns", json_schema=schema, json_columns=True, prefix="its_")
+        assert [row["its_answer"] for row in found] == ["echo row 0 of it", None, "echo row 2 of it"]
+        assert endpoint.requests[-1].body["response_format"]["json_schema"]["schema"] == schema
+    with pytest.raises(UsageError, match="regex: the runtime 'http' has json_schema and choices"):
+        ask(rows(3), endpoint, tmp_path / "regex", regex="a+")
 
 
 def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +305,7 @@ def test_rates_hold(rows: Callable[..., Path], tmp_path: Path) -> None:
         ),
         ({"price": {"small": {"output": 1}}}, "small: no input"),
         ({"price": {"small": {"input": -1}}}, "expected a price of 0 or more, got -1"),
+        ({"price": "none.yaml"}, "price: none.yaml: there is no such file"),
         ({"max_cost": 1.0}, "the prices of the model are needed"),
         ({"max_length": 10}, "max_length: for a model folder"),
         ({"num_beams": 2}, "num_beams: the runtime 'http' does not have it"),
@@ -318,3 +347,22 @@ def test_other_mistakes(rows: Callable[..., Path], tmp_path: Path) -> None:
             model_name="small",
             price=tmp_path / "prices.yaml",
         )
+
+
+def test_the_command_line(rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, output, prices = str(rows(2)), str(tmp_path / "out"), tmp_path / "prices.yaml"
+    prices.write_text("small: {input: 1, output: 2}")
+    (tmp_path / "effort.yaml").write_text("low")
+    asked = ["--runtime", "http", "--endpoint", "http://127.0.0.1:9/v1", "--model-name", "small"]
+    assert main(["plan", table, *asked, "--price", str(prices), "--request-option", f"x=@{tmp_path}/effort.yaml"]) == 0
+    assert "cost      about 0.0001" in capsys.readouterr().out
+    for words, message in (
+        (["predict", "model", table, output, *asked], "reads no model folder"),
+        (["predict", "-", output, *asked], "not standard input"),
+        (["predict", table, output, *asked, "--key-env", "NOT_SET"], "NOT_SET is not set"),
+        (["predict", table, output, *asked, "--max-cost", "1"], "prices of the model"),
+        (["plan", table, *asked, "--processes", "2"], "--processes: for the plan of a training"),
+    ):
+        assert main(words) == 64
+        assert message in capsys.readouterr().err
+    assert not Path(output).exists()

@@ -2,7 +2,7 @@
 
 http_400: ...    the endpoint refuses the request          content_filter    it does not show the text
 bad_answer: ...  what came is not an answer                refused: ...      the model declines
-length           a text with a form that was cut, or empty because the tokens were used before it began
+length           JSON or a tool call that was cut, or no text because the tokens were used before it
 timeout: ...     no whole answer in the time of a row      connection: ...   the connection broke each time
 """
 
@@ -154,9 +154,12 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
     if refusal is not None:
         return replace(answer, error=f"refused: {str(refusal)[:SHOWN]}")
     if "content_filter" in reasons:
-        return replace(answer, error="content_filter: the endpoint does not show the text")
-    if "length" in reasons and (endpoint.structured or not any(texts)):
-        return replace(answer, error="length: the answer was cut by the maximum of tokens")
+        return replace(answer, error="content_filter")
+    if "length" in reasons and (endpoint.structured or calls or not any(texts)):
+        return replace(answer, error="length")
+    if endpoint.structured and not calls:
+        for text in texts:
+            json.loads(text)
     return _chosen(answer, endpoint.choices) if endpoint.choices else answer
 
 

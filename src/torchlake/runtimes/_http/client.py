@@ -13,7 +13,8 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -24,7 +25,7 @@ import httpx
 from torchlake.errors import LimitReached, UsageError
 from torchlake.redaction import REDACTED
 from torchlake.runtimes._http.answers import Answer, message_of, read_answer, refused_row, shown
-from torchlake.runtimes._http.limits import MOST, Limits
+from torchlake.runtimes._http.limits import Limits
 from torchlake.runtimes._http.requests import Endpoint, is_local
 
 RETRIED = {408, 409, 425, 429}
@@ -37,11 +38,12 @@ CONNECT_S = 30.0
 MOST_BYTES = 1 << 26
 "Bytes of a response that are read."
 MOST_REDIRECTS = 3
+OF_A_POOL = 16
 MOST_TIMEOUTS = 2
 UNREACHED = 3
 "Attempts to connect to an endpoint that has never answered."
 QUOTA = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-NO_MODEL = ("not exist", "not found", "does not support", "unknown model", "no such model", "not available")
+NO_MODEL = ("not exist", "not found", "unknown model", "no such model")
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,38 @@ class Client:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "torchlake"}
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MOST),
-            follow_redirects=False,
-            trust_env=not is_local(self._host),  # proxies, and own certificates
-        )
+        self._trust = httpx.create_ssl_context()  # once: it takes 20 ms
+        self._pools: list[httpx.AsyncClient] = []
+        self._open: list[int] = []
+        "The requests that each pool has."
         self._answered = False
         "Whether the endpoint has ever answered a request."
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for pool in self._pools:
+            await pool.aclose()
+
+    @contextmanager
+    def _pool(self) -> Iterator[httpx.AsyncClient]:
+        """Yield a pool with room for one more request: httpx looks at all connections of a pool for each of them."""
+        number = next((place for place, count in enumerate(self._open) if count < OF_A_POOL), len(self._pools))
+        if number == len(self._pools):
+            self._open.append(0)
+            self._pools.append(
+                httpx.AsyncClient(
+                    timeout=httpx.Timeout(None, connect=CONNECT_S),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=OF_A_POOL),
+                    follow_redirects=False,
+                    verify=self._trust,
+                    trust_env=not is_local(self._host),  # proxies
+                )
+            )
+        self._open[number] += 1
+        try:
+            yield self._pools[number]
+        finally:
+            self._open[number] -= 1
 
     async def ask(self, body: bytes, name: str, prompt_tokens: float) -> Answer:
         """Return the answer to a request, or the error of its row; `name` is that of the request in the endpoint's log.
@@ -139,7 +161,8 @@ class Client:
             wait = 0.0
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
-                    got = await self._http.request(method, f"{base}/{path}", headers=headers, **content)
+                    with self._pool() as pool:
+                        got = await pool.request(method, f"{base}/{path}", headers=headers, **content)
             except (TimeoutError, httpx.TransportError) as error:
                 problem = self._broken(error, attempt) if isinstance(error, httpx.TransportError) else "timeout"
             else:
@@ -168,18 +191,17 @@ class Client:
         """Send a request and read the response, of redirects to the same host the last one."""
         address = self._address
         for _ in range(MOST_REDIRECTS + 1):
-            request = self._http.build_request(
-                "POST", address, content=body, headers={**self._headers, "X-Request-Id": name}
-            )
-            response = await self._http.send(request, stream=True)
-            try:
-                content = bytearray()
-                async for piece in response.aiter_bytes():
-                    content += piece
-                    if len(content) > MOST_BYTES:
-                        raise Cut(f"it is longer than {MOST_BYTES:,} bytes: {shown(bytes(content))}")
-            finally:
-                await response.aclose()
+            headers, content = {**self._headers, "X-Request-Id": name}, bytearray()
+            with self._pool() as pool:
+                request = pool.build_request("POST", address, content=body, headers=headers)
+                response = await pool.send(request, stream=True)
+                try:
+                    async for piece in response.aiter_bytes():
+                        content += piece
+                        if len(content) > MOST_BYTES:
+                            raise Cut(f"it is longer than {MOST_BYTES:,} bytes: {shown(bytes(content))}")
+                finally:
+                    await response.aclose()
             headers = {each.lower(): value for each, value in response.headers.items()}
             if response.status_code not in (301, 302, 303, 307, 308):
                 return Response(response.status_code, headers, self._cleaned_bytes(bytes(content)))
@@ -212,7 +234,7 @@ class Client:
             which = "has no key: name its variable with key_env" if key is None else f"has the key in {key}"
             raise UsageError(f"{self.endpoint.url}: the endpoint refuses the request, which {which}. It says {said}")
         words = message.lower()
-        named = self.endpoint.model.lower() in words or "model" in words
+        named = self.endpoint.model.lower() in words and "model" in words
         if "model_not_found" in code.lower() or (
             got.status in (400, 404) and named and any(each in words for each in NO_MODEL)
         ):

@@ -20,7 +20,7 @@ from torchlake.redaction import is_secret
 
 Api = Literal["chat", "completions", "embeddings"]
 Prompt = str | Sequence[Mapping[str, Any]]
-"A text, or messages."
+"Text, or messages."
 PATHS: dict[Api, str] = {"chat": "chat/completions", "completions": "completions", "embeddings": "embeddings"}
 INPUTS: dict[Api, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 OWN = ("model", "stream", "messages", "prompt", "input")
@@ -62,8 +62,9 @@ class Endpoint:
 
     @property
     def structured(self) -> bool:
-        """Whether an answer has a form, so that one that was cut is worth nothing."""
-        return bool(self.options.get("response_format") or self.options.get("tools"))
+        """Whether answers are JSON, so that one that was cut is worth nothing."""
+        form = self.options.get("response_format")
+        return isinstance(form, Mapping) and str(form.get("type", "")).startswith("json")
 
     @property
     def texts(self) -> int:

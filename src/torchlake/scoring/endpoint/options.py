@@ -82,8 +82,8 @@ def _endpoint(
         raise UsageError(f"task={task!r}: the runtime 'http' has {WRITES} and {EMBEDS}.")
     if api is not None and task is not None and (api == "embeddings") != (task == EMBEDS):
         raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
-    api = api or ("embeddings" if task == EMBEDS else "chat")
-    writes = api != "embeddings"
+    kind: Api = api or ("embeddings" if task == EMBEDS else "chat")
+    writes = kind != "embeddings"
     sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
     if given.get("sample") is not None and not given.get("temperature"):
         sampling.pop("seed", None)
@@ -104,18 +104,20 @@ def _endpoint(
     spec = replace(spec, rows=replace(spec.rows, chat=bool(given.get("chat"))))
     if prompts.chat_template is not None:
         raise UsageError("chat_template: an endpoint renders conversations by its own.")
+    if generation is not None and generation.structure and generation.structure.columns and generation.n > 1:
+        raise UsageError("json_columns and n: the columns are those of one answer.")
     around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
-    if around and api == "completions":
-        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {api!r}.")
+    if around and kind == "completions":
+        raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)
-    form, choices = _structure(api, None if generation is None else getattr(generation, "structure", None))
+    form, choices = _structure(kind, None if generation is None else generation.structure)
     return (
         Endpoint(
             url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
             model=given["model_name"],
-            api=api,
+            api=kind,
             key_env=checked_key_env(given.get("key_env")),
-            options=body_options(api, own, {**form, **(given.get("request_options") or {})}),
+            options=body_options(kind, own, {**form, **(given.get("request_options") or {})}),
             choices=choices,
             timeout_s=given.get("row_timeout_s", 600.0),
             max_retries=given.get("max_retries", 8),
@@ -133,11 +135,10 @@ def _structure(api: Api, structure: Any) -> tuple[dict[str, Any], tuple[str, ...
     """
     if structure is None:
         return {}, ()
-    if structure.kind not in ("json_schema", "choices") or api != "chat" or structure.columns:
-        kind = "json_columns" if structure.columns else structure.kind
+    if structure.kind not in ("json_schema", "choices") or api != "chat":
         raise UsageError(
-            f"{kind}: the runtime 'http' has json_schema and choices, in chat completions. What an endpoint takes "
-            "besides can be sent with request_options (--request-option NAME=VALUE)."
+            f"{structure.kind}: the runtime 'http' has json_schema and choices, in chat completions. What an endpoint "
+            "takes besides can be sent with request_options (--request-option NAME=VALUE)."
         )
     return {"response_format": json_format(structure.schema, structure.choices)}, tuple(structure.choices)
 

@@ -18,6 +18,7 @@ from torchlake.runtimes._http.requests import Endpoint, Prompt, body_options
 from torchlake.scoring.endpoint.usage import CHARACTERS, BudgetOptions, Price, usage_columns
 from torchlake.tables.arrays import from_strings, is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks._chat import chat_requests, names_of
+from torchlake.tasks._json_columns import json_columns, json_schema_of
 from torchlake.tasks._null_rows import NULL_INPUT, join_texts
 from torchlake.tasks._prompts import with_examples
 from torchlake.tasks._row_options import KINDS, OPTIONS, row_options
@@ -143,16 +144,28 @@ def output_schema(settings: EndpointSettings, source: pa.Schema) -> pa.Schema:
     """Return the schema of the output: key or row id, copied columns, what the endpoint gives, `error`."""
     keys = [pa.field("row_id", pa.string())] if settings.key is None else []
     kept = [source.field(name).remove_metadata().with_nullable(True) for name in settings.keep]
-    made = [one.with_name(settings.prefix + one.name) for one, _ in _columns(settings, [])]
+    added = [*(one for one, _ in _columns(settings, [])), *_form(settings)]
+    made = [one.with_name(settings.prefix + one.name) for one in added]
     return pa.schema([*keys, *kept, *made, pa.field("error", pa.string())])
 
 
 def answer_columns(settings: EndpointSettings, answers: list[Answer | None], errors: Mapping[int, str]) -> pa.Table:
     """Return the columns of answers in row order, None for rows that were not asked, and `error`."""
-    made = _columns(settings, answers)
+    made, form = _columns(settings, answers), _form(settings)
     reasons = [errors.get(row) if one is None else one.error for row, one in enumerate(answers)]
+    if form:
+        texts = [one.texts[0] if one is not None and one.texts else "" for one in answers]
+        values, bad = json_columns(texts, pa.schema(form))
+        made += list(zip(values.schema, values.columns, strict=True))
+        reasons = [reason or bad.get(row) for row, reason in enumerate(reasons)]
     names = [*(settings.prefix + one.name for one, _ in made), "error"]
     return pa.table([*(array for _, array in made), from_strings(reasons)], names)
+
+
+def _form(settings: EndpointSettings) -> list[pa.Field]:
+    """Return the columns of the properties of a JSON schema, if they were asked for."""
+    structure = None if settings.generation is None else settings.generation.structure
+    return list(json_schema_of(structure.schema)) if structure is not None and structure.columns else []
 
 
 def _columns(settings: EndpointSettings, answers: list[Answer | None]) -> list[tuple[pa.Field, pa.Array]]:

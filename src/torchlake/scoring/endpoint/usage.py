@@ -9,7 +9,6 @@ open ones, each with the longest answer that it may have, so a job stays below i
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,8 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
         found, where = prices, "price"
     else:
         where = str(prices)
+        if not Path(prices).is_file():
+            raise UsageError(f"price: {where}: there is no such file.")
         found, _ = read_yaml(read_text(Path(prices)), where)
     if not isinstance(found, Mapping) or not found:
         raise UsageError(f"{where}: expected models with their prices, such as small: {{input: 0.25, output: 2}}.")
@@ -70,11 +71,9 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
     if unknown or not {"input"} <= given.keys():
         problem = f"unknown {unknown[0]!r}" if unknown else "no input"
         raise UsageError(f"{where}: {model}: {problem}; expected input, output and cached, per million tokens.")
-    values = {name: given.get(name) for name in ("input", "output", "cached")}
-    values = {"input": values["input"], "output": values["output"] or 0.0, "cached": values["cached"]}
-    values["cached"] = values["input"] if values["cached"] is None else values["cached"]
+    values: dict[str, Any] = {"output": 0.0, "cached": given["input"], **given}
     for name, value in values.items():
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise UsageError(f"{where}: {model}: {name}: expected a price of 0 or more, got {value!r}.")
     return Price(**{name: float(value) for name, value in values.items()})
 
