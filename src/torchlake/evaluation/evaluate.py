@@ -168,7 +168,7 @@ def evaluate(
     spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
     refuse_unable(runtime, spec.task)
     job = _Measuring(model, own, table, task, engine, runtime, options, read)
-    columns = {"text": text, "text_pair": text_pair, "inputs": inputs}
+    columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}
     if request is not None and request.label_hints:
         refuse_trained(own, table)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
@@ -215,19 +215,17 @@ class _Measuring:
 
     def predict(self, spec: TaskSpec, *arguments: Any, **more: Any) -> Any:
         """Score a frame, or a stored table into an output, with all probabilities."""
-        return predicting.predict(
-            self.model,
-            *arguments,
-            text=spec.text or None,
+        options: dict[str, Any] = {
+            "text": spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
-            inputs=spec.inputs,
-            all_probabilities=not plugins.load("tasks", spec.task).generates,
-            prefix=PREFIX,
-            engine=self.engine,
-            runtime=self.runtime,
-            max_error_rate=1.0,  # failed rows are counted; a table without usable rows is refused
-            **more,
-        )
+            "inputs": spec.inputs,
+            "all_probabilities": not plugins.load("tasks", spec.task).generates,
+            "prefix": PREFIX,
+            "engine": self.engine,
+            "runtime": self.runtime,
+            "max_error_rate": 1.0,  # failed rows are counted; a table without usable rows is refused
+        }
+        return predicting.predict(self.model, *arguments, **options, **more)
 
     def score(self, spec: TaskSpec, output: Path, **more: Any) -> tuple[pa.ChunkedArray, dict[int, str]]:
         """Score the table into `output`; return its labels, and the reasons of unreadable ones."""
