@@ -173,6 +173,7 @@ ONNX Runtime, OpenVINO, sentence-transformers."""
 OF_TOOLS = {"export", "log_model", "ray_stages", "spark_udf"}
 
 OF_MODELS = {
+    "compare",
     "evaluate",
     "export",
     "load",
@@ -190,6 +191,7 @@ OF_MODELS = {
 
 def results() -> list[Any]:
     """The classes of what the functions return."""
+    from torchlake.evaluation.compare import Comparison, Difference
     from torchlake.evaluation.evaluate import Evaluation
     from torchlake.jobs.map import Mapped
     from torchlake.optimization.optimize import Optimized
@@ -200,4 +202,4 @@ def results() -> list[Any]:
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Finding, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Finding, Folds, Scored, Mapped, Evaluation, Comparison, Difference, Optimized, Tuning, Verification]

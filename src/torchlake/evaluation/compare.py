@@ -181,9 +181,18 @@ def _compared(
         for at in range(1, len(sides)):
             low, high = np.quantile(draws[metric][:, at] - draws[metric][:, 0], (0.025, 0.975))
             one, better = float(value[at] - value[0]), DIRECTIONS.get(metric, "higher")
-            shown = {"metric": metric, "model": names[at], "first": float(value[0]), "value": float(value[at])}
-            bounds = {"low": min(float(low), one), "high": max(float(high), one)}
-            differences.append(Difference(**shown, difference=one, **bounds, better=better))
+            differences.append(
+                Difference(
+                    metric=metric,
+                    model=names[at],
+                    first=float(value[0]),
+                    value=float(value[at]),
+                    difference=one,
+                    low=min(float(low), one),
+                    high=max(float(high), one),
+                    better=better,
+                )
+            )
     pairs, lists = [], []
     for side, name in zip(sides[1:], names[1:], strict=True):
         pair, listed = _pair(sides[0], side, name)
@@ -259,7 +268,7 @@ def _about(folders: Sequence[Path]) -> dict[str, Any]:
     settings = {
         name: [job.get(name) for job in jobs] for name in names if len({str(job.get(name)) for job in jobs}) > 1
     }
-    seconds, curves = [], {}
+    seconds, curves = list[float](), dict[str, dict[str, list[tuple[int, float]]]]()
     for run in runs:
         lines = metrics_log.read_metrics(run / metrics_log.METRICS)
         seconds.append(round(sum(line.get("seconds", 0.0) for line in lines), 1))

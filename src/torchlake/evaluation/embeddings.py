@@ -95,7 +95,7 @@ def measure_pairs(
                 if not tables:
                     raise DataError("the table has no rows to evaluate on")
                 scored.append(pa.concat_tables(tables))
-    return _measured(*scored, label)
+    return _measured(scored[0], scored[1], label)
 
 
 def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredPairs:

@@ -177,7 +177,7 @@ def evaluate(
         raise UsageError(f"{', '.join(given)}: for a model that writes what is measured; name a label, its answers.")
     refuse_unable(runtime, spec.task)
     job = _Measuring(model, own, table, task, engine, runtime, reading, read)
-    columns = {"text": text, "text_pair": text_pair, "inputs": inputs}
+    columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}
     if request is not None and request.label_hints:
         refuse_trained(own, table)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
@@ -228,19 +228,17 @@ class _Measuring:
 
     def predict(self, spec: TaskSpec, *arguments: Any, **more: Any) -> Any:
         """Score a frame, or a stored table into an output, with all probabilities."""
-        return predicting.predict(
-            self.model,
-            *arguments,
-            text=spec.text or None,
+        options: dict[str, Any] = {
+            "text": spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
-            inputs=spec.inputs,
-            all_probabilities=True,
-            prefix=PREFIX,
-            engine=self.engine,
-            runtime=self.runtime,
-            max_error_rate=1.0,  # failed rows are counted; a table without usable rows is refused
-            **more,
-        )
+            "inputs": spec.inputs,
+            "all_probabilities": not plugins.load("tasks", spec.task).generates,
+            "prefix": PREFIX,
+            "engine": self.engine,
+            "runtime": self.runtime,
+            "max_error_rate": 1.0,  # failed rows are counted; a table without usable rows is refused
+        }
+        return predicting.predict(self.model, *arguments, **options, **more)
 
     def score(self, spec: TaskSpec, output: Path, **more: Any) -> tuple[pa.ChunkedArray, dict[int, str]]:
         """Score the table into `output`; return its labels, and the reasons of unreadable ones."""

@@ -102,7 +102,12 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
         "labels": list(spec.labels),
     }
     table = run_folder.stored_tables(job)[name]
-    made = {"model": str(run / "model"), "task": spec.task, "table": table, "rows": "the validation rows"}
+    made: dict[str, Any] = {
+        "model": str(run / "model"),
+        "task": spec.task,
+        "table": table,
+        "rows": "the validation rows",
+    }
     made |= {"label": spec.label, "columns": list(spec.input_columns)}
     publish(folder, found, kind=kind, identity={"run": str(run)}, made=made, hints=by)
 

@@ -177,7 +177,7 @@ def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) 
             ("lines", ["Each row is a true label; shades are shares of its rows. A number leads to its rows."])
         )
         parts.append(("matrix", {"labels": names, "rows": lines}))
-    cells = [
+    listed = [
         {
             "id": links[pair["label"], pair["predicted"]],
             "title": f"{pair['rows']:,} rows: {pair['label']} predicted as {pair['predicted']}",
@@ -185,8 +185,10 @@ def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) 
         }
         for pair in found["pairs"]
     ]
-    more = [_folded(f"{len(cells) - CELLS:,} further confusions", "cells", cells[CELLS:])] if len(cells) > CELLS else []
-    return [*parts, ("cells", cells[:CELLS]), *more]
+    more = (
+        [_folded(f"{len(listed) - CELLS:,} further confusions", "cells", listed[CELLS:])] if len(listed) > CELLS else []
+    )
+    return [*parts, ("cells", listed[:CELLS]), *more]
 
 
 def _of_numbers(found: Mapping[str, Any]) -> Iterable[Section]:

@@ -20,7 +20,7 @@ COLORS = {"ink": "#010101", "soft": "#020202", "line": "#030303", **{f"c{n}": f"
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 2)))
 FONT = re.compile(r"font-family: [^;\"]+;? ?|font: ([\d.]+px) [^;\"]+;?")
 NUMBER = re.compile(r"\b\d+\.\d{3,}")
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -80,7 +80,8 @@ def _draw(draw: Draw, size: tuple[float, float], *, salt: str, to: Draw, plain: 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"} if plain else {**SETTINGS, "svg.hashsalt": salt}):
+    settings: dict[Any, Any] = {**({} if plain else SETTINGS), "svg.hashsalt": salt, "svg.fonttype": "none"}
+    with rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(1.0 if plain else 0.0)
         axes = figure.subplots()

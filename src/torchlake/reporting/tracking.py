@@ -198,7 +198,9 @@ def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterat
         if status() == "FINISHED":
             run.summary["torchlake.model_sha256"] = folders.model_hash(folder / "model")
             found = Evaluated.of(folder)
-            tables = {name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in found.tables.items()}
+            tables = {
+                name: wandb.Table(columns=list(columns), data=rows) for name, (columns, rows) in found.tables.items()
+            }
             picture = {} if found.confusion is None else {"confusion": wandb.Image(_stored(folder, found.confusion))}
             if tables or picture:
                 run.log({f"evaluation/{name}": value for name, value in {**tables, **picture}.items()})
