@@ -247,7 +247,7 @@ class ServeFlags:
     api_key_file: Annotated[
         str, _serving("FILE", "File with the token that requests have to bring (default: TORCHLAKE_API_KEY).")
     ]
-    open_metrics: Annotated[bool, _serving(None, "/metrics needs no token.")]
+    open_metrics: Annotated[bool, _serving(None, "Answer /metrics without the token.")]
     allow_origin: Annotated[
         Sequence[str], _serving("ORIGIN", "Origin of web pages whose scripts may call the server; repeatable.")
     ]
