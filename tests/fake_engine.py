@@ -109,8 +109,8 @@ class Echo:
         tokens = [one for one in ids[::-1] if one != end][:most]
         tokens += [end] if len(tokens) < most else []
         if self.token_s:
-            until = time.perf_counter() + self.token_s * len(tokens)
-            while time.perf_counter() < until:
+            until = time.process_time() + self.token_s * len(tokens)
+            while time.process_time() < until:
                 pass
         probabilities = [-0.5] * len(tokens) if "logprobs" in options else []
         return row, "end" if tokens[-1] == end else "length", tokens, probabilities
