@@ -167,13 +167,12 @@ The functions of the [Python API](python.md) that use a finished model, or read 
 `**options: PredictOptions` are the keywords [in this table](python-classes.md#predictoptions)."""
 
 PYTHON_TOOLS = """\
-The functions of the [Python API](python.md) that give a finished model to other tools: MLflow, Ray Data, Spark SQL,
-ONNX Runtime, OpenVINO, sentence-transformers."""
+The functions of the [Python API](python.md) that give a finished model to a program, to clients, or to other tools:
+MLflow, Ray Data, Spark SQL, ONNX Runtime, OpenVINO, sentence-transformers."""
 
-OF_TOOLS = {"export", "log_model", "ray_stages", "spark_udf"}
+OF_TOOLS = {"export", "load", "log_model", "ray_stages", "serve", "spark_udf", "try"}
 
 OF_MODELS = {
-    "compare",
     "evaluate",
     "export",
     "load",
@@ -183,8 +182,9 @@ OF_MODELS = {
     "predict",
     "rank",
     "ray_stages",
+    "serve",
     "spark_udf",
-    "verify",
+    "try",
 }
 "Commands and functions on the pages about models."
 

@@ -205,7 +205,7 @@ def command_line_page() -> Iterator[str]:
     yield "`torchlake COMMAND --help` shows the same. Every command has `--json` (one JSON object on standard output),"
     yield "`--quiet` and `--verbose`. Results go to standard output, messages to standard error."
     yield "[Exit codes](exit-codes.md). Commands that use a model: [command line: models](command-line-models.md)."
-    yield from _commands(of_models=False)
+    yield from _commands(lambda name: name not in meanings.OF_MODELS)
 
 
 def command_line_models_page() -> Iterator[str]:
@@ -213,7 +213,15 @@ def command_line_models_page() -> Iterator[str]:
     yield "# Command line: models"
     yield ""
     yield "The [commands](command-line.md) that use a finished model."
-    yield from _commands(of_models=True)
+    yield from _commands(lambda name: name in meanings.OF_MODELS - meanings.OF_TOOLS)
+
+
+def command_line_tools_page() -> Iterator[str]:
+    """The same, of the commands that give a model to clients or other tools."""
+    yield "# Command line: servers and other tools"
+    yield ""
+    yield "The [commands](command-line.md) that give a finished model to clients or to other tools."
+    yield from _commands(lambda name: name in meanings.OF_TOOLS)
 
 
 def command_line_writing_page() -> Iterator[str]:
@@ -232,10 +240,10 @@ def _writes(param: Any) -> bool:
     return getattr(param, "rich_help_panel", None) == "Text generation"
 
 
-def _commands(*, of_models: bool) -> Iterator[str]:
+def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
-        if (name in meanings.OF_MODELS) != of_models:
+        if not wanted(name):
             continue
         text, _, example = (command.help or "").partition("\n\n\b\nExample:\n")
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
@@ -577,6 +585,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job-train.md": job_train_page,
     "command-line.md": command_line_page,
     "command-line-models.md": command_line_models_page,
+    "command-line-tools.md": command_line_tools_page,
     "command-line-writing.md": command_line_writing_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,

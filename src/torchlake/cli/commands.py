@@ -454,7 +454,7 @@ def doctor(runtime: str | None, python: str | None) -> Outcome:
 
     `runtime` runs under the interpreter `python`, which is started.
     """
-    from torchlake.reporting.runtime_env import check_runtime
+    from torchlake.reporting.doctor import check_runtime
 
     if versions := check_runtime(runtime, python):
         return Outcome(values={"runtime": runtime, **versions}, lines=fact_lines(versions))
@@ -470,7 +470,7 @@ def doctor(runtime: str | None, python: str | None) -> Outcome:
 
 def runtime_env(runtime: str, path: str) -> Outcome:
     """Write the requirements of a runtime."""
-    from torchlake.reporting.runtime_env import write_requirements
+    from torchlake.reporting.doctor import write_requirements
 
     done = write_requirements(runtime, path)
     shown = [f"{done.file}: {', '.join(done.requirements)}", "To install it, for example:"]

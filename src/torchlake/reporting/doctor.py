@@ -1,14 +1,17 @@
 """`doctor`: what this machine and installation can run, and problems with their remedies.
 
-Changes nothing and uses no network. Importing torch to list its devices takes most of the time.
+It changes nothing and uses no network; importing torch to list its devices takes most of the time. `runtime-env` writes
+what a runtime's own interpreter needs, and installs nothing.
 """
 
 import importlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +20,9 @@ from typing import Any
 
 import psutil
 
+from torchlake import atomic_io, plugins
 from torchlake.display import Shown, count, shown
-from torchlake.errors import pip_install
+from torchlake.errors import UsageError, pip_install
 from torchlake.processes.hardware import (
     CPU_FEATURES,
     available_memory,
@@ -231,3 +235,52 @@ def _java_version(java: str) -> str:
         return f"{java} does not run: {error}"
     lines = (done.stderr + done.stdout).splitlines()
     return next((line for line in lines if "version" in line), f"{java} prints no version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeEnvironment:
+    """A requirements file, and the commands that install it."""
+
+    file: Path
+    requirements: Sequence[str]
+    commands: Sequence[str]
+
+
+def write_requirements(runtime: str, path: str) -> RuntimeEnvironment:
+    """Write a requirements file with the versions that were tested with a runtime.
+
+    Raises UsageError for a runtime without an interpreter of its own, and for a file that exists with other lines.
+    """
+    requirements = getattr(plugins.load("runtimes", runtime), "REQUIREMENTS", None)
+    if requirements is None:
+        raise UsageError(f"The runtime {runtime!r} runs in torchlake's own interpreter, and needs no other.")
+    file, lines = Path(path), "".join(f"{one}\n" for one in requirements)
+    if file.exists() and file.read_text(encoding="utf-8") != lines:
+        raise UsageError(f"{file}: there is a file with other lines. Name a new one.")
+    atomic_io.write_bytes(file, lines.encode(), site="requirements")
+    folder = f"/opt/{runtime}"
+    commands = (
+        f"python3 -m venv {folder}",
+        f"{folder}/bin/pip install -r {shlex.quote(os.fspath(file))}",
+        f"torchlake doctor --runtime {runtime} --runtime-python {folder}/bin/python",
+    )
+    return RuntimeEnvironment(file=file, requirements=requirements, commands=commands)
+
+
+def check_runtime(runtime: str | None, python: str | None) -> dict[str, str]:
+    """Return the versions of a runtime's interpreter, which is started and imports the engine; {} without a runtime.
+
+    Raises UsageError if it cannot be used.
+    """
+    if runtime is None:
+        if python is not None:
+            raise UsageError("--runtime-python: name the runtime as well, as in --runtime vllm.")
+        return {}
+    module = plugins.load("runtimes", runtime)
+    variable = getattr(module, "PYTHON", None)
+    if variable is None:
+        raise UsageError(f"--runtime {runtime}: it runs in torchlake's own interpreter; leave the option out.")
+    path = python or os.environ.get(variable)
+    if not path:
+        raise UsageError(f"--runtime {runtime}: name its interpreter by --runtime-python PATH or {variable}.")
+    return {"python": path, **module.versions(path, imported=True)}
