@@ -226,7 +226,7 @@ def _measure(trial: RuntimeTrial, reference: str, index: int) -> MeasuredTexts:
         batch_tokens=best,
         tokens_per_s=rates[best],
         # A model may end every answer at once.
-        rows_per_s=rates[best] * len(mine) / sum(map(len, answers)) if rates[best] else len(mine) / seconds,
+        rows_per_s=rates[best] * len(mine) / sum(map(len, answers)) if any(map(len, answers)) else len(mine) / seconds,
         device=scorer.device,
     )
 
