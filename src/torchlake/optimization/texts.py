@@ -204,7 +204,7 @@ def _measure(trial: RuntimeTrial, reference: str, index: int) -> MeasuredTexts:
         seconds = time.perf_counter() - start
         rates[size] = meet(f"{size}", (scorer.written - before) / seconds)
         # Every process decides by the same numbers.
-        spent = len(table) * most * trial.processes / shares / max(rates.values())
+        spent = len(table) * most * trial.processes / shares / (max(rates.values()) or 1.0)
         slow = max(rates.values()) < trial.min_rate or rates[size] < DROPPING * max(rates.values())
         if slow or spent * len(rates) > MAX_SHARE * trial.deadline_s:
             break
@@ -225,7 +225,8 @@ def _measure(trial: RuntimeTrial, reference: str, index: int) -> MeasuredTexts:
         by_batch_tokens=rates,
         batch_tokens=best,
         tokens_per_s=rates[best],
-        rows_per_s=rates[best] * len(mine) / max(1, sum(map(len, answers))),
+        # A model may end every answer at once.
+        rows_per_s=rates[best] * len(mine) / sum(map(len, answers)) if any(map(len, answers)) else len(mine) / seconds,
         device=scorer.device,
     )
 
