@@ -26,7 +26,8 @@ class Command(TyperCommand):
             word == "--logprobs" and after not in LOGPROBS for word, after in zip(args, [*args, ""][1:], strict=True)
         ]
         words = [f"{word}={LOGPROBS[0]}" if default else word for word, default in zip(args, alone, strict=True)]
-        return super().parse_args(ctx, words)
+        rest: list[str] = super().parse_args(ctx, words)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line."""
