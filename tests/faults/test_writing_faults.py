@@ -108,3 +108,17 @@ def test_twenty_kills_at_random_times(job: dict[str, Any], tmp_path: Path) -> No
             process.kill()
         process.communicate()
     assert succeed(job, tmp_path / "out", SCORED_LOG=str(tmp_path / "log")) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_structured_answers_are_continued(job: dict[str, Any], tmp_path: Path) -> None:
+    """Also typed columns, and the probabilities of choices, which the journal keeps in place of tokens."""
+    del job["stop"]
+    word = {"type": "object", "properties": {"word": {"type": "string", "maxLength": 3}}, "required": ["word"]}
+    for name, own in {
+        "schema": {"json_schema": word, "json_columns": True, "max_new_tokens": 24},
+        "choices": {"choices": ["good", "good film"]},
+    }.items():
+        (tmp_path / name).mkdir()
+        kill_at({**job, **own, "max_error_rate": 1.0}, tmp_path / name, ["journal.write:8"])

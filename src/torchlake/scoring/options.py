@@ -180,6 +180,8 @@ def scoring_settings(
         prompts=asked,
         **settings,
     )
+    if options is not None and options.structure is not None:
+        plugins.load("tasks", spec.task).output_schema(spec, made.column_options)  # or it refuses what has no column
     return made, spec, choice
 
 
