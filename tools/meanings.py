@@ -94,7 +94,8 @@ EXIT_CODES = """\
 The exit code of `torchlake`, and `error.exit_code` of the exception in Python. All exceptions are in
 `torchlake.errors` and subclasses of `TorchlakeError`, which is a `ValueError`. With `--json` an error is
 printed as `{"error": {...}}`. A scheduler may retry 70, 74 and 75; after 130 and 143 the same command
-continues. 141: standard output or error is a pipe, and its reader is gone; the same command continues."""
+continues. 141: standard output or error is a pipe, and its reader is gone; the same command continues.
+1: `compare --fail-if-worse` found a model that is worse."""
 
 ENVIRONMENT = """\
 Settings of a job are not read from the environment. These variables are read by torchlake itself; PyTorch,
