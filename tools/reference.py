@@ -29,6 +29,7 @@ from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
+from torchlake.models.generation import MARKS
 from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -214,6 +215,22 @@ def command_line_models_page() -> Iterator[str]:
     yield from _commands(of_models=True)
 
 
+def command_line_writing_page() -> Iterator[str]:
+    """The options of text generation, which several commands have."""
+    yield "# Command line: writing"
+    yield ""
+    yield "Options of [`predict` and `evaluate`](command-line-models.md) for models that write; how-to:"
+    yield "[write with a language model](../how-to/writing.md)."
+    yield ""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [param for command in commands.values() for param in command.params if _writes(param)]
+    yield from table(("option", "meaning"), dict.fromkeys(_option(param) for param in options))
+
+
+def _writes(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == "Text generation"
+
+
 def _commands(*, of_models: bool) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
@@ -221,11 +238,13 @@ def _commands(*, of_models: bool) -> Iterator[str]:
             continue
         text, _, example = (command.help or "").partition("\n\n\b\nExample:\n")
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
-        rows = [_option(param) for param in command.params if not param.hidden]
+        rows = [_option(param) for param in command.params if not (param.hidden or _writes(param))]
         rows = [row for row in rows if row[0] not in {f"`{flag}`" for flag in ("--json", "--quiet", "--verbose")}]
         if rows:
             yield ""
             yield from table(("argument or option", "meaning"), rows)
+        if any(map(_writes, command.params)):
+            yield from ("", "Its options for text generation: [writing](command-line-writing.md).")
         if command.epilog:
             yield from ("", *command.epilog.split("\n"))
 
@@ -249,7 +268,9 @@ def output_page() -> Iterator[str]:
     for task, problem, labels, everything in meanings.OUTPUTS:
         label = "label" if plugins.load("tasks", task).has_labels else None
         spec = TaskSpec(task=task, problem=problem, labels=labels, text="text", label=label, max_length=64)
-        schema = plugins.load("tasks", task).output_schema(spec, ColumnOptions(all_probabilities=everything))
+        schema = plugins.load("tasks", task).output_schema(
+            spec, ColumnOptions(all_probabilities=everything, marks=MARKS[0], logprobs="tokens")
+        )
         for field in schema:
             name = "prob_CLASS" if field.name.startswith("prob_") else field.name
             found.add(name)
@@ -513,6 +534,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job-train.md": job_train_page,
     "command-line.md": command_line_page,
     "command-line-models.md": command_line_models_page,
+    "command-line-writing.md": command_line_writing_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
     "encoders.md": encoders_page,

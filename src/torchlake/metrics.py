@@ -46,6 +46,7 @@ DIRECTIONS: dict[str, Direction] = {
     "exact_match": "higher",
     "token_f1": "higher",
     "chrf": "higher",
+    "rouge_l": "higher",
     "json_valid": "higher",
 }
 "Whether higher or lower values of each metric are better."

@@ -25,6 +25,11 @@ OptionalJob = Annotated[
 ]
 ROWS = "where sample limit"
 ENGINE = "engine processes set"
+WRITING = (
+    "prompt system examples tools chat_template template_options continue_final_message max_new_tokens min_new_tokens "
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids num_beams "
+    "language"
+)
 
 app = typer.Typer(
     name="torchlake",
@@ -61,7 +66,7 @@ def _command(
         options = o.parameters(f"{names} json quiet verbose", own)
         command.__signature__ = signature.replace(parameters=[*arguments.values(), *options])  # type: ignore[attr-defined]
         text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
-        app.command(about.pop("name", declared.__name__), cls=Command, help=text, **about)(command)
+        app.command(declared.__name__, cls=Command, help=text, **about)(command)
 
     return register
 
@@ -117,9 +122,8 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     f"input csv text text_pair inputs {ROWS} null max_length on_bad_file accept_new_input accept_removed_input "
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
-    "batch_tokens chunk_rows row_timeout_s max_new_tokens temperature top_k top_p language stop json_schema "
-    "json_columns regex choices grammar seed chat profile "
-    "runtime_python",
+    f"batch_tokens chunk_rows row_timeout_s {WRITING} json_schema json_columns regex choices grammar n explode seed_by "
+    "seed logprobs chat profile",
     o.PredictFlags,
 )
 def predict(
@@ -165,7 +169,7 @@ def rank(
 
 @_command(
     "evaluate runs/reviews/model test.parquet",
-    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE}",
+    f"input csv text text_pair inputs label {ROWS} seed runtime reference {ENGINE} {WRITING} chat",
     o.EvaluateFlags,
 )
 def evaluate(
@@ -238,19 +242,10 @@ def schema() -> Work:
     return commands.schema
 
 
-@_command("doctor", "runtime runtime_python", o.DoctorFlags)
-def doctor(given: Given) -> Work:
+@_command("doctor")
+def doctor() -> Work:
     """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems."""
-    return lambda: commands.doctor(given["runtime"], given["runtime_python"])
-
-
-@_command("runtime-env vllm requirements-vllm.txt", name="runtime-env")
-def runtime_env(
-    runtime: Annotated[str, typer.Argument(metavar="RUNTIME", help="Runtime with an interpreter of its own: vllm.")],
-    path: Annotated[str, typer.Argument(metavar="FILE", help="Requirements file to write.")],
-) -> Work:
-    """Write the requirements of a runtime's own environment. Prints the commands that install it."""
-    return lambda: commands.runtime_env(runtime, path)
+    return commands.doctor
 
 
 @_command("demo", "folder rows task", o.DemoFlags)

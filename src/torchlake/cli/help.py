@@ -10,6 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from torchlake.config.options import LOGPROBS
+
 WIDEST = 110
 NARROW = 60
 "Below this width, descriptions are under the options, not beside them."
@@ -17,6 +19,14 @@ NARROW = 60
 
 class Command(TyperCommand):
     """A command that shows its options by `rich_help_panel`, in the order of declaration."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, on which --logprobs may stand alone."""
+        alone = [
+            word == "--logprobs" and after not in LOGPROBS for word, after in zip(args, [*args, ""][1:], strict=True)
+        ]
+        words = [f"{word}={LOGPROBS[0]}" if default else word for word, default in zip(args, alone, strict=True)]
+        return super().parse_args(ctx, words)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line."""

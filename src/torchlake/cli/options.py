@@ -7,6 +7,7 @@ Python functions.
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -294,15 +295,29 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
     if "inputs" in given:
         named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
         given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
-    given |= {
-        name: _one_or_all(given[name])
-        for name in ("text", "text_pair", "json_schema")
-        if isinstance(given.get(name), list)
-    }
-    if "task_options" in given:
-        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
-    lists = {"columns", "partition_by", "runtimes", "choices"} & given.keys()  # written "a, b", or each by itself
-    return Given(given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists})
+    single = ("text", "text_pair", "json_schema")
+    given |= {name: _one_or_all(given[name]) for name in single if isinstance(given.get(name), list)}
+    for name, flag, example in (
+        ("task_options", "--task-option", "candidate_labels=[good,bad]"),
+        ("template_options", "--template-option", "enable_thinking=false"),
+    ):
+        if name in given:
+            given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])
+    given |= {name: _unescaped(given[name]) for name in ("prompt", "system") if name in given}
+    given |= {"stop": [_unescaped(text) for text in given["stop"]]} if "stop" in given else {}
+    lists = {"columns", "partition_by", "runtimes", "stop_token_ids", "choices"} & given.keys()
+    # Written "a, b", or by themselves.
+    given |= {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = [_whole("--stop-token-ids", word) for word in given["stop_token_ids"]]
+    return Given(given)
+
+
+def _whole(option: str, word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise UsageError(f"{option} {word}: expected a whole number.") from None
 
 
 def _one_or_all(columns: list[str]) -> str | list[str]:
@@ -317,12 +332,17 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     return key, value
 
 
-def _task_option(text: str) -> tuple[str, Any]:
-    """Return the name and the value, written as in YAML, of `--task-option`."""
+def _unescaped(text: str) -> str:
+    """Return text with line breaks and tabs for \\n and \\t, which shells pass on as they are."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
+
+
+def _yaml_pair(option: str, text: str, example: str) -> tuple[str, Any]:
+    """Return the name and the value, written as in YAML, of an option."""
     name, equals, value = text.partition("=")
     try:
         if equals:
             return name, yaml.safe_load(value)
     except yaml.YAMLError:
         pass
-    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")
+    raise UsageError(f"{option} {text}: write it as name=value, such as {example}")

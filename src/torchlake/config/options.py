@@ -32,6 +32,8 @@ class Option:
     max: float | None = None
 
 
+LOGPROBS = ("mean", "tokens")
+"The forms of log-probabilities."
 _input = partial(Option, "Input")
 _output = partial(Option, "Output")
 _execution = partial(Option, "Execution")
@@ -102,6 +104,29 @@ class SamplingArguments(TypedDict, total=False):
     top_p: Annotated[
         float | None, _text("P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
     ]
+    min_p: Annotated[
+        float | None,
+        _text("P", "Sample from tokens with this share of the most likely one's probability.", min=0, max=1),
+    ]
+    n: Annotated[int | None, _text("N", "Answers of each row, as lists (default: 1).", min=1)]
+    seed_by: Annotated[
+        Literal["text", "key"] | None,
+        _text("text|key", "Seed answers by the row's text, or by its --key, too (default: text)."),
+    ]
+    min_new_tokens: Annotated[int | None, _text("N", "Minimum tokens of each answer (default: 0).", min=0)]
+    repetition_penalty: Annotated[
+        float | None, _text("X", "Divide the logits of tokens in prompt and answer (default: 1).", min=0)
+    ]
+    presence_penalty: Annotated[float | None, _text("X", "Lower the logits of tokens in the answer (default: 0).")]
+    frequency_penalty: Annotated[
+        float | None, _text("X", "Lower them as often as the answer has the token (default: 0).")
+    ]
+    stop_token_ids: Annotated[Sequence[int] | None, _text("A,B", "Tokens, by id, that end an answer; repeatable.")]
+    num_beams: Annotated[int | None, _text("N", "Beams of a beam search, without sampling (default: 1).", min=1)]
+    logprobs: Annotated[
+        bool | Literal["mean", "tokens"] | None,
+        _text("[tokens]", "Add the mean log-probability of each answer; tokens: of each token, too."),
+    ]
     language: Annotated[str | None, _text("NAME", "Language that a multilingual translator writes, such as de_DE.")]
     stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
     json_schema: Annotated[
@@ -115,13 +140,42 @@ class SamplingArguments(TypedDict, total=False):
     grammar: Annotated[str | Path | None, _text("FILE", "Write texts of this grammar, in Lark as llguidance reads it.")]
 
 
-class GenerationArguments(SamplingArguments, total=False):
+class PromptArguments(TypedDict, total=False):
+    """What the prompts of a model that writes are made of, besides the text column."""
+
+    prompt: Annotated[
+        str | None, _text("TEXT", 'Text of each row, in place of --text, with columns in braces: "Summarize: {title}".')
+    ]
+    system: Annotated[str | None, _text("TEXT", "System text before conversations and prompts.")]
+    examples: Annotated[Any, _text("TABLE", "Prompts and answers (column completion) that every prompt begins with.")]
+    tools: Annotated[Any, _text("FILE|COLUMN", "Tools of every conversation, a JSON file, or those of each row.")]
+    chat_template: Annotated[str | None, _text("FILE", "Jinja chat template in place of the tokenizer's.")]
+    template_options: Annotated[
+        Mapping[str, Any] | None,
+        _text(
+            "NAME=VALUE",
+            "Variable of the chat template, such as enable_thinking=false; repeatable.",
+            "--template-option",
+        ),
+    ]
+    continue_final_message: Annotated[
+        bool, _text(None, "Continue the last message of conversations that end with the assistant's.", "--continue")
+    ]
+
+
+class GenerationArguments(SamplingArguments, PromptArguments, total=False):
     """The options of text generation; `predict` documents them."""
 
     seed: int | None
 
 
-class PredictOptions(JobArguments, SamplingArguments, total=False):
+class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=False):
+    """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so."""
+
+    chat: bool
+
+
+class PredictOptions(JobArguments, SamplingArguments, PromptArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
     task: Annotated[
@@ -161,6 +215,7 @@ class PredictOptions(JobArguments, SamplingArguments, total=False):
         int,
         _execution("N", "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).", min=1),
     ]
+    explode: Annotated[bool, _text(None, "With --n: a row for each answer, its number in the column sample.")]
     runtime_python: Annotated[
         str, _execution("PATH", "Python that has the runtime, if it needs one of its own, such as vllm.")
     ]

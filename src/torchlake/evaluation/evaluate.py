@@ -7,6 +7,7 @@ label, or one that could not be scored, is in no metric; it is counted, under it
 table, a second read of one column, and the probabilities of all rows in memory (4 bytes per row and class).
 """
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import ReadArguments
+from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, shown
 from torchlake.engines import Engine, as_engine
@@ -32,6 +33,7 @@ from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
+from torchlake.evaluation.writing import estimator
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
@@ -40,6 +42,7 @@ from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.storage.spread import Spread
+from torchlake.tables.arrays import string_column
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
@@ -51,8 +54,9 @@ from torchlake.tables.sources._options import ReadOptions, read_options
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import open_table
+from torchlake.tables.table import missing_column, open_table
 from torchlake.tasks import ColumnOptions
+from torchlake.tasks._chat import without_fillers
 from torchlake.tasks.feature_extraction import FeatureExtraction
 
 PREFIX = "predicted_"
@@ -115,16 +119,18 @@ def evaluate(
     engine: Engine | str | None = None,
     runtime: Runtime | None = None,
     reference: str | Path | None = None,
-    **read: Unpack[ReadArguments],
+    **options: Unpack[EvaluateOptions],
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them), a frame or a stream.
 
     `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; `task`
     and `runtime` are as in `predict`, and so are the rows of a stored table that are measured (`where`, `sample` with
     `seed`, `limit`) and `csv`.
-    A language model is measured on the texts only (`perplexity.py`), an embedding model on pairs of `text` and
-    `text_pair`: by the correlation of their cosines with `label`, or without one by how well the second text is found
-    among those of all rows (`embeddings.py`). A language model is measured on pairs of answers if it learned from them
+    A model that writes is measured by what it writes, with the options of `predict` for text generation, beside a
+    column of texts or JSON, `label` (`writing.py`). Without one a language model is measured on the texts only
+    (`perplexity.py`). An embedding model is measured on pairs of `text` and `text_pair`: by the correlation of their
+    cosines with `label`, or without one by how well the second text is found among those of all rows
+    (`embeddings.py`). A language model is measured on pairs of answers if it learned from them
     or `inputs` names their columns, chosen and rejected (`preferences.py`), relative to the `reference` that it learned
     with, or to another.
 
@@ -136,34 +142,44 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    check_arguments(read, ReadArguments.__annotations__)
-    options = read_options(read)
+    check_arguments(options, EvaluateOptions.__annotations__)
+    read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
+    own, reading = model_folder(model), read_options(read)
     if is_frame(table):
-        options.refuse_for_frames()
-    own = model_folder(model)
+        reading.refuse_for_frames()
     spec, engine, table = known_spec(own, task), as_engine(engine), pinned(table)
+    writes = plugins.load("tasks", spec.task).generates and bool(label or spec.label)
+    if not writes and (given := sorted(options.keys() - read.keys())):
+        raise UsageError(f"{', '.join(given)}: for a model that writes what is measured; name a label, its answers.")
     refuse_unable(runtime, spec.task)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
         spec = with_columns(spec, own, text=text, inputs=inputs)
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
+        score = partial(predicting.predict, model, **options_of)
+        columns: Any = {"text": spec.text, "text_pair": text_pair, "label": label}
         with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
-            score = partial(predicting.predict, model, **options_of)
-            found = measure_pairs(
-                score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
-            )
-        return _of_pairs(*found)
+            return _of_pairs(*measure_pairs(score, table, Path(folder), **columns, read=read))
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
-        return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=options))
+        return _of_pairs(*measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading))
     if reference is not None:
         raise UsageError("reference: only pairs of answers (inputs chosen and rejected) are measured relative to one.")
     spec = with_columns(spec, own, text=text, text_pair=text_pair, inputs=inputs)
+    if writes:
+        named = {"text": text, "inputs": inputs, "task": task, "engine": engine, "runtime": runtime}
+        return _of_written(model, table, replace(spec, label=label or spec.label), named, options, reading)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
         if not plugins.load("tasks", spec.task).packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
-        return _of_texts(model, table, spec, engine, runtime, options)
-    spec = replace(spec, label=label or spec.label)
+        return _of_texts(model, table, spec, engine, runtime, reading)
+    return _of_labeled(model, table, replace(spec, label=label or spec.label), engine, runtime, read)
+
+
+def _of_labeled(
+    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None, read: Any
+) -> Evaluation:
+    """Return the metrics of predictions beside labels; `read` are the caller's options of reading."""
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
             predicting.predict,
@@ -171,7 +187,7 @@ def evaluate(
             text=spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
             inputs=spec.inputs,
-            all_probabilities=not plugins.load("tasks", spec.task).generates,
+            all_probabilities=True,
             prefix=PREFIX,
             engine=engine,
             runtime=runtime,
@@ -184,8 +200,38 @@ def evaluate(
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                labels, reasons = _stored_labels(stored, spec, options, (engine or Local()).spread)
+                labels, reasons = _stored_labels(stored, spec, read_options(read), (engine or Local()).spread)
                 predict(stored, output, **read)
+            scored = _read_scored(committed_files(output), spec)
+    return _measure(scored, labels, reasons, spec)
+
+
+def _of_written(
+    model: str | Path, table: Any, spec: TaskSpec, named: Mapping[str, Any], options: Any, reading: ReadOptions
+) -> Evaluation:
+    """Return the metrics of written texts; `named` are arguments of `predict`, `options` those of the caller."""
+    if options.get("n", 1) != 1:
+        raise UsageError("n: evaluate measures one answer of each row; leave it out.")
+    assert spec.label is not None, "there are answers to compare with"
+    predict = partial(
+        predicting.predict,
+        model,
+        prefix=PREFIX,
+        max_error_rate=1.0,
+        **{name: value for name, value in named.items() if value is not None},
+    )
+    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+        if is_frame(table):
+            frame = to_arrow(table)
+            if spec.label not in frame.column_names:
+                raise missing_column("the frame", spec.label, frame.schema)
+            labels, reasons = frame[spec.label], dict[int, str]()
+            scored = predict(frame.drop_columns([spec.label]), **options)
+        else:
+            output, spread = Path(folder, "scored"), (named["engine"] or Local()).spread
+            with spooled(table, output) as stored:
+                labels, reasons = _stored_labels(stored, spec, reading, spread, columns=(spec.label,))
+                predict(stored, output, **options)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, labels, reasons, spec)
 
@@ -232,10 +278,10 @@ def _frame_labels(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, 
 
 
 def _stored_labels(
-    table: StoredTable, spec: TaskSpec, options: ReadOptions, spread: Spread
+    table: StoredTable, spec: TaskSpec, options: ReadOptions, spread: Spread, columns: Sequence[str] = ()
 ) -> tuple[pa.ChunkedArray, dict[int, str]]:
     """Return the labels of all rows, in the table's order, and the reasons of unreadable ones."""
-    source = open_table(table, columns=spec.columns, options=options, spread=spread)
+    source = open_table(table, columns=columns or spec.columns, options=options, spread=spread)
     plan = plan_chunks(source, columns=(spec.label or "",), hashed=False, spread=spread)
     bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
     pieces: list[pa.Array] = []
@@ -264,7 +310,7 @@ def _labels(task: Any, spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Arra
             rows, unreadable = reader.read(chunk)
             labels = rows[spec.label].combine_chunks()
             try:
-                task.encode_labels(labels, spec)
+                _encoded(task, labels, spec)
             except DataError as error:
                 raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
             pieces.append(labels)
@@ -288,7 +334,7 @@ def _measure(scored: pa.Table, labels: pa.ChunkedArray, reasons: dict[int, str],
     if len(scored) != len(labels):
         raise DataError(f"the table had {len(labels):,} rows, then {len(scored):,}: it changed while it was evaluated")
     task = plugins.load("tasks", spec.task)
-    missing = task.encode_labels(labels.combine_chunks(), spec).is_null()
+    missing = _encoded(task, labels.combine_chunks(), spec).is_null()
     failures = dict.fromkeys(pc.indices_nonzero(missing).to_pylist(), "null_label") | reasons
     reason_column = scored["error"].combine_chunks()
     for row in pc.indices_nonzero(reason_column.is_valid()).to_pylist():
@@ -303,7 +349,7 @@ def _measure(scored: pa.Table, labels: pa.ChunkedArray, reasons: dict[int, str],
         )
     predictions = scored.rename_columns([name.removeprefix(PREFIX) for name in scored.column_names]).filter(usable)
     known = labels.filter(pa.array(usable)).combine_chunks()
-    measured = _measure_classes if task.measures_classes else _measure_task
+    measured = _measure_written if task.generates else _measure_classes if task.measures_classes else _measure_task
     metrics, confusion, resamples = measured(task, predictions, known, spec)
     return Evaluation(
         rows=len(labels),
@@ -325,6 +371,28 @@ def _measure_classes(
     price = probabilities.shape[1] * (len(truth) + RESAMPLE_PRICE)
     resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // price))
     return *evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples), resamples
+
+
+def _encoded(task: Any, labels: pa.Array, spec: TaskSpec) -> pa.Array:
+    """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
+
+    Raises DataError for labels that the model does not know.
+    """
+    if not task.generates:
+        encoded: pa.Array = task.encode_labels(labels, spec)
+        return encoded
+    if not pa.types.is_nested(labels.type):
+        return string_column(pa.chunked_array([labels])).cast(pa.large_string())
+    values = (without_fillers(each) for each in labels.to_pylist())
+    return pa.array([None if each is None else json.dumps(each, default=str) for each in values], pa.large_string())
+
+
+def _measure_written(
+    task: Any, predictions: pa.Table, labels: pa.Array, spec: TaskSpec
+) -> tuple[dict[str, Metric], np.ndarray | None, int]:
+    """Return the same for a task that writes."""
+    estimate = estimator(predictions["generated_text"].to_pylist(), _encoded(task, labels, spec).to_pylist())
+    return bootstrapped(estimate, len(labels), resamples=RESAMPLES), None, RESAMPLES
 
 
 def _measure_task(

@@ -4,13 +4,19 @@ exact_match    texts that are equal, but for space around them
 token_f1       mean F1 of the words that both have, lower case and without punctuation (SQuAD, without its articles)
 chrf           chrF2 from 0 to 100: n-grams of 1 to 6 characters, counted over all texts (Popovic 2015), as
                sacreBLEU computes it
+rouge_l        mean F1 of the longest common sequence of words, of texts in lower case and without punctuation (Lin
+               2004), as rouge_score computes it of ASCII without stemming
 json_valid     texts that are JSON, but for space around them
+
+Where all that is expected is JSON objects, `field.NAME` is the share of texts that have the expected value there; a
+field of an object in an object has a name with a dot.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +44,78 @@ def json_valid(written: Sequence[str], expected: Sequence[str]) -> float:
     return float(np.mean([_is_json(text) for text in written]))
 
 
+def rouge_l(written: Sequence[str], expected: Sequence[str]) -> float:
+    """Return the mean F1 of the longest common sequences of words."""
+    return float(np.mean([_rouge(text, wanted) for text, wanted in zip(written, expected, strict=True)]))
+
+
 def chrf(written: Sequence[str], expected: Sequence[str]) -> float:
     """Return chrF2 over all texts, 0 to 100: the F score of the mean precision and the mean recall of the orders."""
+    return _chrf(sum(map(_chrf_counts, written, expected), start=np.zeros((CHRF_ORDER, 3))))
+
+
+def estimator(written: Sequence[str], expected: Sequence[str]) -> Callable[[np.ndarray], dict[str, float]]:
+    """Return the function from row numbers (N,) to all metrics that apply; each text is read once."""
+    pairs = list(zip(written, expected, strict=True))
+    each = {
+        name: np.array([METRICS[name]([text], [wanted]) for text, wanted in pairs])
+        for name in ("exact_match", "token_f1", "rouge_l")
+    }
+    counts = np.array([_chrf_counts(*pair) for pair in pairs])
+    wanted = [_fields(text) for text in expected]
+    if pairs and all(fields is not None for fields in wanted):
+        each["json_valid"] = np.array([_is_json(text) for text in written], np.float64)
+        found = [_fields(text) or {} for text in written]
+        for name in dict.fromkeys(name for fields in wanted for name in fields or ()):
+            same = [_same(has.get(name), (needs or {}).get(name)) for has, needs in zip(found, wanted, strict=True)]
+            known = np.array([name in (needs or {}) for needs in wanted])
+            each[f"field.{name}"] = np.where(known, np.array(same, np.float64), np.nan)
+
+    def estimate(rows: np.ndarray) -> dict[str, float]:
+        values = {name: _mean(one[rows]) for name, one in each.items()}
+        return {**values, "chrf": _chrf(counts[rows].sum(axis=0))}
+
+    return estimate
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
+
+
+def _mean(values: np.ndarray) -> float:
+    """Return the mean of those that are not NaN."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _fields(text: str) -> dict[str, Any] | None:
+    """Return the values in a JSON object by name; None if the text is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+    def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for name, each in value.items():
+            if isinstance(each, dict) and each:
+                yield from leaves(each, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", each
+
+    return dict(leaves(value)) if isinstance(value, dict) else None
+
+
+def _chrf_counts(text: str, wanted: str) -> np.ndarray:
+    """Return the n-grams of what was written and of what was expected, and common ones, for each order, (6, 3)."""
     counts = np.zeros((CHRF_ORDER, 3))
-    for text, wanted in zip(written, expected, strict=True):
-        mine, theirs = "".join(text.split()), "".join(wanted.split())
-        for order in range(CHRF_ORDER):
-            ours, others = _grams(mine, order + 1), _grams(theirs, order + 1)
-            counts[order] += (ours.total(), others.total(), (ours & others).total())
+    mine, theirs = "".join(text.split()), "".join(wanted.split())
+    for order in range(CHRF_ORDER):
+        ours, others = _grams(mine, order + 1), _grams(theirs, order + 1)
+        counts[order] = (ours.total(), others.total(), (ours & others).total())
+    return counts
+
+
+def _chrf(counts: np.ndarray) -> float:
     counted = counts[counts[:, :2].all(axis=1)]  # orders for which both have texts that are long enough
     if not counted[:, 2].any():
         return 0.0
@@ -57,6 +127,7 @@ METRICS: Mapping[str, Callable[[Sequence[str], Sequence[str]], float]] = {
     "exact_match": exact_match,
     "token_f1": token_f1,
     "chrf": chrf,
+    "rouge_l": rouge_l,
     "json_valid": json_valid,
 }
 
@@ -67,6 +138,20 @@ def _words(text: str) -> list[str]:
 
 def _f1(mine: list[str], theirs: list[str]) -> float:
     common = (Counter(mine) & Counter(theirs)).total()
+    return 2 * common / (len(mine) + len(theirs)) if mine or theirs else 1.0
+
+
+def _rouge(text: str, wanted: str) -> float:
+    """Return the F1 of the longest common sequence of words; its length by bits of whole numbers (Hyyro 2004)."""
+    mine, theirs = _words(text), _words(wanted)
+    places = Counter[str]()
+    for place, word in enumerate(mine):
+        places[word] |= 1 << place
+    every = row = (1 << len(mine)) - 1
+    for word in theirs:
+        matched = row & places[word]
+        row = ((row + matched) | (row - matched)) & every
+    common = len(mine) - row.bit_count()
     return 2 * common / (len(mine) + len(theirs)) if mine or theirs else 1.0
 
 

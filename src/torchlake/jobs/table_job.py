@@ -202,8 +202,8 @@ def _run(work: Work[R], out: Transaction, fingerprint: Mapping[str, Any], max_er
     made: list[R] = []
     examples: list[str] = []
     total = out.plan.rows
-    before = rows = sum(part.rows for part in out.done)
-    failed = sum(part.failed for part in out.done)
+    before = rows = sum(part.rows for part in out.done) // out.samples
+    failed = sum(part.failed for part in out.done) // out.samples
     ahead = TaskProgress(out.staging / "journal")
     chunks = work.start(out, [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending])
     with (
@@ -214,10 +214,10 @@ def _run(work: Work[R], out: Transaction, fingerprint: Mapping[str, Any], max_er
         check_error_rate(failed, rows, total, max_error_rate, examples)  # counts the chunks of earlier runs
         for chunk in chunks:
             made.append(chunk)
-            rows += chunk.part.rows
-            failed += chunk.part.failed
+            rows += chunk.part.rows // out.samples
+            failed += chunk.part.failed // out.samples
             examples = [*examples, *chunk.examples][:3]
-            advance(chunk.part.rows)
+            advance(chunk.part.rows // out.samples)
             ahead.written += chunk.written
             check_error_rate(failed, rows, total, max_error_rate, examples)
     return made
@@ -237,7 +237,9 @@ def _in_all(finished: Sequence[Finished[R]], output: Output, seconds: float) -> 
 
 def workspace_of(out: Transaction) -> Workspace:
     """Return where the workers of a write write."""
-    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts, rows=out.state.rows)
+    return Workspace(
+        journal=str(out.staging.absolute() / "journal"), parts=out.parts, rows=out.state.rows, samples=out.samples
+    )
 
 
 def shown_outcome(done: Any) -> Shown:

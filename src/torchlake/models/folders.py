@@ -6,6 +6,7 @@ never looked up on the hub. Hashes cover the files that affect predictions or to
 Cost: for files that the manifest lists, its hashes are used (`models.load_model` verifies them); others are read once.
 """
 
+import json
 import logging
 import os
 import re
@@ -232,11 +233,13 @@ def tokenizer_hash(folder: str | Path) -> str:
     return _hash_files(model_folder(folder), TOKENIZER_FILES)
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in a folder has a chat template."""
+def chat_template(folder: Path) -> str | None:
+    """Return the chat template of the tokenizer in a folder, or several as JSON; None: it has none."""
+    if (folder / CHAT_TEMPLATE).exists():
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
     named = atomic_io.read_json(config).get("chat_template") if config.exists() else None
-    return named is not None or (folder / CHAT_TEMPLATE).exists()
+    return named if named is None or isinstance(named, str) else json.dumps(named)
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:

@@ -24,7 +24,7 @@ from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import each_file
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import ContentChecker
-from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json, plan_to_json
+from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json, plan_to_json, samples_of
 from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_arrow_schema
 
 FOLDER = f"{STATE}/commits"
@@ -158,9 +158,9 @@ def schema_fields(schema: pa.Schema) -> dict[str, Any]:
     }
 
 
-def check_parts(plan: ChunkPlan, parts: Sequence[Part]) -> None:
+def check_parts(job: JobSpec, parts: Sequence[Part]) -> None:
     """Assert that every chunk's rows are in one part; `parts` are sorted by chunk."""
-    rows = {chunk.index: chunk.rows for chunk in plan.chunks}
+    rows = {chunk.index: chunk.rows * samples_of(job.fingerprint) for chunk in job.plan.chunks}
     assert sorted(chunk for part in parts for chunk in part.all_chunks) == sorted(rows), "every chunk has one part"
     assert all(part.rows == sum(rows[chunk] for chunk in part.all_chunks) for part in parts), "with all of its rows"
 

@@ -39,7 +39,7 @@ from torchlake.redaction import redacted
 from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
 from torchlake.storage.spread import Spread, in_process
-from torchlake.tables.plan import Chunk, ChunkPlan
+from torchlake.tables.plan import Chunk, ChunkPlan, samples_of
 from torchlake.tables.record import sealed
 
 ATTEMPTS, UNKNOWN = 60, 5
@@ -122,6 +122,11 @@ class Transaction:
         """Where the parts in the record are."""
         return self.target.root if self.target.staged else self.parts.location
 
+    @property
+    def samples(self) -> int:
+        """Rows that are written for each that is read."""
+        return samples_of(self.job.fingerprint)
+
     def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
         """Make the rows of `parts`, one for each chunk of the plan, visible; return the commit record.
 
@@ -130,7 +135,7 @@ class Transaction:
         the disk is full or the staging folder was removed.
         """
         parts = sorted(parts, key=lambda part: part.chunk)
-        check_parts(self.plan, parts)
+        check_parts(self.job, parts)
         if not parts and self.target.staged:  # readers see the columns by the files
             empty = pa.Table.from_batches([], self.request.schema)
             parts = [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]

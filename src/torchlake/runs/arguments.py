@@ -144,7 +144,7 @@ class WritingSection(TypedDict, total=False):
 
     rows: int
     max_new_tokens: int
-    metric: Literal["exact_match", "token_f1", "chrf", "json_valid"]
+    metric: Literal["exact_match", "token_f1", "chrf", "rouge_l", "json_valid"]
 
 
 class TrainSection(TypedDict, total=False):

@@ -36,6 +36,7 @@ from torchlake.tables.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
 from torchlake.tasks import TEXT
 from torchlake.tasks._inputs import columns_of
+from torchlake.tasks._row_options import OPTIONS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,6 +166,8 @@ def ray_stages(
         if schema is None:
             return dataset
         checked = checked_input(*with_table(settings, spec, schema, None), schema, "the dataset")
+        if OPTIONS in checked.inputs:
+            raise UsageError(f"{checked.inputs[OPTIONS]!r} holds options of rows, for predict only; drop the column.")
         added = [column.name for column in added_columns(settings, spec, schema)]
         between = list(stage_types(settings))
         refuse_collisions([*schema.names, *between, *added], [*between, *added])

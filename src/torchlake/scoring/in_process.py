@@ -31,10 +31,10 @@ from torchlake.jobs.options import refuse_unknown
 from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import check_options, checked_input, scoring_settings, with_export
+from torchlake.scoring.options import PROMPTS, check_options, checked_input, scoring_settings, with_export
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
+from torchlake.scoring.worker import ScoredChunk, folded, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
@@ -92,7 +92,7 @@ class Model:
             if self._scorer is None:
                 raise UsageError("The model is closed. Load it again.")
             scored = self._scorer.score(self._scorer.read(table, unreadable))
-        answers: list[Answer] = scored.to_pylist()
+        answers: list[Answer] = folded(scored, self._settings).to_pylist()
         return answers
 
     def close(self) -> None:
@@ -183,12 +183,13 @@ def load(
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
+    prompts = {name: generation[name] for name in PROMPTS if name in generation}  # type: ignore[literal-required]
     check_options({**given, "all_probabilities": all_probabilities})
     settings, _, _ = scoring_settings(
         model,
         runtime,
-        generation,
-        text=None,
+        {name: value for name, value in generation.items() if name not in PROMPTS},
+        prompts=prompts,
         text_pair=text_pair,
         task=task,
         task_options=task_options,

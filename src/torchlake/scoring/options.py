@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
-from torchlake.config.options import JobArguments, PredictOptions, ReadArguments
+from torchlake.config.options import JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
@@ -24,8 +24,8 @@ from torchlake.jobs.options import OutputOptions, check_values, output_options, 
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
-from torchlake.models.load import EMBEDS, load_spec
-from torchlake.models.structured.structure import OPTIONS
+from torchlake.models.load import EMBEDS, embeddings, load_spec
+from torchlake.models.structured.structure import STRUCTURE_OPTIONS
 from torchlake.processes.hardware import cpu_class, gpus, in_words
 from torchlake.scoring.rows import (
     Runtime,
@@ -47,11 +47,20 @@ from torchlake.scoring.runtime_choice import (
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, make_versions_worker, output_schema
 from torchlake.tables.chunks import RowCost
-from torchlake.tasks import PROMPT, TEXT
+from torchlake.tables.plan import SAMPLE
+from torchlake.tasks import EXTRA, PROMPT, TEXT
 from torchlake.tasks._inputs import PAIR, check_columns
+from torchlake.tasks._prompts import check_prompt_columns, with_prompts
+from torchlake.tasks._row_options import OPTIONS, find_options
 
 log = logging.getLogger(__name__)
 
+COLUMN = "prompt"
+"The column of prompts that is found by its name if there is no other."
+FIRST_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "chat")
+PROMPTS = tuple(PromptArguments.__annotations__)
+COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"}
+"What other libraries call some of the options."
 RATED = "varlen"
 "The runtime that the rates of a class of CPUs are relative to."
 EXACT_EXPORTS = ("openvino", "onnx")
@@ -71,15 +80,26 @@ def split_options(
     A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
-    refuse_unknown("predict", given, PredictOptions.__annotations__)
-    check_options(given)
+    named = with_common_names(given)
+    refuse_unknown("predict", named, PredictOptions.__annotations__)
+    check_options(named)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0] |= {"task"}
-    names[1] |= set(OPTIONS)
-    scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
-    if given.get("sample") is not None and not given.get("temperature"):
+    names[1] |= set(STRUCTURE_OPTIONS)
+    scoring, generation = ({name: named[name] for name in named if name in own} for own in names)
+    if named.get("sample") is not None and not named.get("temperature"):
         generation.pop("seed", None)
-    return scoring, generation, output_options(given)
+    scoring["prompts"] = {name: named[name] for name in PROMPTS if name in named}
+    return scoring, generation, output_options(named)
+
+
+def with_common_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by their names here, also those that other libraries call otherwise. Raises UsageError."""
+    named = {COMMON_NAMES.get(name, name): value for name, value in given.items()}
+    if len(named) < len(given):
+        twice = next(name for name in COMMON_NAMES if name in given)
+        raise UsageError(f"{twice}: the same as {COMMON_NAMES[twice]}; leave one of them out.")
+    return named
 
 
 def scoring_settings(
@@ -87,7 +107,7 @@ def scoring_settings(
     runtime: Runtime | None,
     generation: Mapping[str, Any],
     *,
-    text: str | Sequence[str] | None,
+    text: str | Sequence[str] | None = None,
     task: Any = None,
     text_pair: str | Sequence[str] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
@@ -109,10 +129,17 @@ def scoring_settings(
         plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     known = known_spec(folder, task, settings.pop("task_options", None))
+    prompts = settings.pop("prompts", {})
+    if prompts.get("prompt") is not None and text is not None:
+        raise UsageError("text and prompt: prompt has the columns of the text; leave one of them out.")
     spec = with_columns(known, folder, text=text, text_pair=text_pair, inputs=inputs)
+    asked, spec = with_prompts(
+        prompts, plugins.load("tasks", spec.task), spec, folder, chat=bool(generation.get("chat"))
+    )
     spec = _with_length(folder, spec, settings.get("max_length"))
     if plugins.load("tasks", spec.task).packs:  # the prompt alone; tools if the table or the caller names a column
-        spec = replace(spec, inputs={name: spec.inputs[name] for name in inputs or {}})
+        named = {*(inputs or {}), *({"tools"} if isinstance(prompts.get("tools"), str) else ())}
+        spec = replace(spec, inputs={name: spec.inputs[name] for name in spec.inputs if name in named})
     devices, pairs = settings.get("gpus_per_process", 1), spec.text_pair is not None
     if devices > 1 and not has_own_python(runtime):
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices), pairs=pairs), why="default")
@@ -126,6 +153,10 @@ def scoring_settings(
         settings["runtime_python"] = os.path.abspath(os.path.expanduser(settings["runtime_python"]))
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
+    if options is not None and options.seed_by == "key" and key is None:
+        raise UsageError("seed_by='key': there is no key. Name a column of unique values (--key, key=).")
+    if settings.get("explode") and (options is None or options.n == 1):
+        raise UsageError("explode: a row has one answer; set n (--n) as well.")
     if "embedding" in settings and spec.task != EMBEDS:
         raise UsageError(
             f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."
@@ -145,8 +176,11 @@ def scoring_settings(
         batch_tokens=batch_tokens or choice.batch_tokens,
         all_probabilities=all_probabilities,
         generation=options,
+        prompts=asked,
         **settings,
     )
+    if options is not None and options.structure is not None:
+        plugins.load("tasks", spec.task).output_schema(spec, made.column_options)  # or it refuses what has no column
     return made, spec, choice
 
 
@@ -271,6 +305,9 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
     if all_probabilities:
         raise UsageError("all_probabilities: a text generation model has no classes.")
     check_settings(folder, options)
+    size = embeddings(folder) if options.stop_token_ids else None
+    if size is not None and max(options.stop_token_ids) >= size:
+        raise UsageError(f"stop_token_ids: {max(options.stop_token_ids)}: {folder} has the tokens 0 to {size - 1}.")
     left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(
@@ -281,15 +318,21 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
     """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
-    task = plugins.load("tasks", spec.task)
-    if settings.generation is None or task.inputs["text"] != PROMPT:
-        check_columns(schema, task.inputs, spec, where)
+    task, inputs = plugins.load("tasks", spec.task), dict(plugins.load("tasks", spec.task).inputs)
+    if settings.prompts.prompt is not None:
+        check_prompt_columns(schema, as_columns(settings.text), where)
+        del inputs["text"]
+    if settings.generation is None or "text" not in inputs or inputs["text"] != PROMPT:
+        check_columns(schema, inputs, spec, where)
         return settings
+    if "tools" in spec.inputs:
+        check_columns(schema, {"tools": EXTRA}, spec, where)
     if not isinstance(settings.text, str):
         check_columns(schema, {"text": TEXT}, settings.spec, where)
         return settings
     read = replace(settings.spec, rows=replace(spec.rows, chat=settings.generation.chat))
-    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), read)
+    folder = Path(settings.model) if settings.prompts.chat_template is None else None
+    chat = check_prompts(schema, settings.text, where, task, folder, read)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
 
@@ -298,12 +341,27 @@ def with_table(
 ) -> tuple[ScoringSettings, TaskSpec]:
     """Return the settings and the task with the columns of conversations and tools that a table has."""
     task, generation = plugins.load("tasks", spec.task), settings.generation
-    if generation is None or not task.packs:
+    if generation is None:
         return settings, spec
+    if not task.packs or settings.prompts.prompt is not None:
+        columns = {**spec.inputs, **_options_column(settings, schema)}
+        return replace(settings, inputs=columns), replace(spec, inputs=columns)
+    if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:
+        spec = replace(spec, text=COLUMN)
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
-    read = replace(settings, text=found.text, inputs=dict(found.inputs), generation=chat)
-    return read, replace(found, rows=spec.rows)
+    columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema)}
+    if settings.prompts.tools and "tools" not in settings.inputs:
+        columns.pop("tools", None)
+    read = replace(settings, text=found.text, inputs=columns, generation=chat)
+    return read, replace(found, rows=spec.rows, inputs=columns)
+
+
+def _options_column(settings: ScoringSettings, schema: pa.Schema) -> dict[str, str]:
+    """Return {} or the column of the options of rows. Raises UsageError."""
+    named = settings.inputs.get(OPTIONS)
+    column = find_options(schema, None if named is None else str(named))
+    return {} if column is None else {OPTIONS: column}
 
 
 def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
@@ -398,7 +456,8 @@ def chunk_rows_of(settings: ScoringSettings, spec: TaskSpec) -> int | RowCost | 
         rows: int | RowCost | None = plugins.load("tasks", spec.task).chunk_rows
         return rows
     token_s = folders.weight_bytes(settings.model) / WEIGHT_BYTES_PER_S
-    return RowCost(row_s=settings.generation.max_new_tokens * token_s, byte_s=token_s / BYTES_PER_TOKEN)
+    answers = settings.samples * settings.generation.num_beams
+    return RowCost(row_s=settings.generation.max_new_tokens * token_s * answers, byte_s=token_s / BYTES_PER_TOKEN)
 
 
 def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
@@ -425,20 +484,25 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "batch_tokens": settings.batch_tokens,
         **({} if settings.max_length is None else {"max_length": settings.max_length}),
         **({} if settings.generation is None else {"generation": _generation(settings.generation)}),
+        **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
+        **({} if not settings.explode else {"samples": settings.samples}),
     }
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
-    """Return the options; without those that came later they are the options of versions that did not have these."""
-    later = ("language", "structure")
-    return {name: value for name, value in asdict(options).items() if name not in later or value is not None}
+    """Return the options; those that versions before did not have if they are not as by default."""
+    plain = asdict(GenerationOptions())
+    return {
+        "columns": "prompt_tokens",
+        **{name: value for name, value in asdict(options).items() if name in FIRST_OPTIONS or value != plain[name]},
+    }
 
 
 def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
     """Raise UsageError if one of the `new` names occurs twice; Spark and Hive ignore case in names."""
     folded = [name.casefold() for name in names]
     twice = sorted({name for name in new if folded.count(name.casefold()) > 1})
-    if twice and twice[0] in ("row_id", "truncated", "error"):
+    if twice and twice[0] in ("row_id", SAMPLE, "truncated", "error"):
         raise UsageError(
             f"torchlake adds a column {twice[0]!r} to every output: rename the input's column, or drop it from columns."
         )

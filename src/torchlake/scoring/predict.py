@@ -254,7 +254,7 @@ class Scoring:
     @property
     def _finds_columns(self) -> bool:
         """Whether the columns depend on the table, and it has not been seen."""
-        return not self.fitted and plugins.load("tasks", self.spec.task).packs
+        return not self.fitted and plugins.load("tasks", self.spec.task).generates
 
     @property
     def environment(self) -> dict[str, str]:

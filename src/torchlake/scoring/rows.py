@@ -4,7 +4,7 @@ A row never affects another one: unreadable and empty texts, unknown tokens and 
 become errors of that row only, and never reach the model (null texts: `tasks/_null_rows.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
-from torchlake.config.task_spec import Columns, TaskSpec, as_columns
+from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
-from torchlake.models.generation import GenerationOptions
+from torchlake.models.generation import GenerationOptions, PromptOptions
 from torchlake.runtimes import Forward, Writer
-from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
+from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
-from torchlake.tasks._null_rows import NULL_INPUT, join_texts, read_inputs, rows_of
+from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
+from torchlake.tasks._prompts import read_prompts, with_examples
+from torchlake.tasks._row_options import OPTIONS, row_options, with_seeds
 
 Runtime = str | Callable[..., Forward | Writer]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `open_writer`)."
@@ -80,8 +82,11 @@ class ScoringSettings:
     "Maximum padded tokens of a batch; None: the default for the device."
     max_length: int | None = None
     "Maximum tokens of a row; None: those of the model."
+    explode: bool = False
+    "Whether each of a row's answers has a row of its own."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
+    prompts: PromptOptions = field(default_factory=PromptOptions)
     chunks_ahead: int = 1
     "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1
@@ -94,10 +99,14 @@ class ScoringSettings:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
         inputs, options = dict(self.inputs), dict(self.task_options)
-        longest = self.max_length or trained.max_length
-        return replace(
-            trained, text=self.text, text_pair=self.text_pair, inputs=inputs, options=options, max_length=longest
-        )
+        longest, template = self.max_length or trained.max_length, self.prompts.prompt or trained.template
+        columns: Any = {"text": self.text, "text_pair": self.text_pair, "inputs": inputs, "template": template}
+        return replace(trained, **columns, options=options, max_length=longest)
+
+    @property
+    def samples(self) -> int:
+        """The number of answers of a row."""
+        return 1 if self.generation is None else self.generation.n
 
     @property
     def column_options(self) -> ColumnOptions:
@@ -105,6 +114,8 @@ class ScoringSettings:
         return ColumnOptions(
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
+            marks=self.prompts.marks,
+            logprobs=None if self.generation is None else self.generation.logprobs,
             structure=None if self.generation is None else self.generation.structure,
             embedding=self.embedding,
             ranges=self.ranges,
@@ -127,6 +138,8 @@ class ReadyRows:
     "The features of the M rows."
     errors: dict[int, str]
     "{position: reason}"
+    options: Sequence[GenerationOptions] = ()
+    "Of a task that writes the options of the M rows; empty: they are the job's."
 
 
 @dataclass(kw_only=True)
@@ -141,6 +154,8 @@ class RowReader:
         self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
+        if self.settings.prompts.chat_template is not None:
+            self.processor.chat_template = self.settings.prompts.chat_template
         continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
@@ -155,37 +170,63 @@ class RowReader:
         else:
             inputs, errors = read_inputs(table, self.task.inputs, self.spec, unreadable, null=self.settings.null)
             options = {}
+            if self.settings.prompts.examples:
+                inputs["text"] = with_examples(inputs["text"], self.settings.prompts)
         rows = np.setdiff1d(np.arange(len(table)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
         made = self.task.features(rows_of(inputs, rows), self.processor, self.spec, **options)
         if made.errors:
             errors |= {int(rows[row]): reason for row, reason in made.errors.items()}
             good = np.setdiff1d(np.arange(len(rows)), list(made.errors))
             rows, made = rows[good], made.take(good)
-        self._find_unfit(rows, made, errors)
-        return ReadyRows(len(table), rows, made, errors)
+        own = self._own_options(table, rows, errors)
+        self._find_unfit(rows, made, errors, own)
+        return self._answers(table, ReadyRows(len(table), rows, made, errors, own))
+
+    def _own_options(self, table: pa.Table, rows: np.ndarray, errors: dict[int, str]) -> list[GenerationOptions]:
+        """Return the options of the rows if the table has them; add those that are bad to `errors`."""
+        job, named = self.settings.generation, self.spec.inputs.get(OPTIONS)
+        if job is None or named is None:
+            return []
+        values = table[str(named)].to_pylist()
+        made, bad = row_options([values[row] for row in rows], job)
+        for row, reason in bad.items():
+            errors.setdefault(int(rows[row]), reason)
+        return made
+
+    def _answers(self, table: pa.Table, ready: ReadyRows) -> ReadyRows:
+        """Return rows with a position for each of their answers, which have seeds of their own."""
+        job = self.settings.generation
+        if job is None or (job.n == 1 and job.seed_by == "text"):
+            return ready
+        keys = None
+        if job.seed_by == "key":
+            keys = table[str(self.settings.key)].take(from_numpy(ready.rows)).to_pylist()
+        own = with_seeds(ready.options or [job] * len(ready.rows), keys, job.n)
+        places = np.arange(len(ready.rows)).repeat(job.n)
+        return ReadyRows(
+            ready.count * job.n,
+            (ready.rows[:, None] * job.n + np.arange(job.n)).ravel(),
+            ready.features.take(places),
+            {row * job.n + answer: reason for row, reason in ready.errors.items() for answer in range(job.n)},
+            own,
+        )
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
         """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""
-        generation, columns = self.settings.generation, as_columns(self.settings.text)
+        generation = self.settings.generation
         assert generation is not None, "prompts are for generation"
-        if len(columns) > 1:
-            texts, chat = join_texts(table, columns, self.spec, unreadable), False
-        else:
-            texts = string_column(table[columns[0]])
-            chat = generation.chat or pa.types.is_nested(texts.type)
-        errors = dict(unreadable)
-        if chat:
-            named = self.spec.inputs.get("tools")
-            tools = None if named is None else table[str(named)].combine_chunks()
-            texts, bad = self.task.render_chats(self.processor, without_rows(texts, unreadable), tools, self.spec)
-            errors = {**bad, **errors}
+        texts, errors, chat = read_prompts(
+            table, unreadable, self.processor, self.spec, self.settings.prompts, chat=generation.chat
+        )
         texts = nulls_as_empty(texts)
         if self.settings.null == "error":
             for row in pc.indices_nonzero(is_blank(texts)).to_pylist():
                 errors.setdefault(row, NULL_INPUT)
         return {"text": texts}, errors, {"chat": chat}
 
-    def _find_unfit(self, rows: np.ndarray, made: Features, errors: dict[int, str]) -> None:
+    def _find_unfit(
+        self, rows: np.ndarray, made: Features, errors: dict[int, str], own: Sequence[GenerationOptions]
+    ) -> None:
         """Add errors for rows that the model has no embedding or too few positions for."""
         for name in self.task.token_arrays:
             tokens = made.arrays.get(name)
@@ -194,9 +235,13 @@ class RowReader:
                     errors[int(rows[row])] = f"unknown_token: {reason}"
         tokens = made.arrays.get(INPUT_IDS)
         if self.max_prompt is not None and isinstance(tokens, Ragged):
-            for row in np.flatnonzero(tokens.lengths > self.max_prompt).tolist():
-                reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.max_prompt}"
-                errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
+            job = self.settings.generation
+            more = [0 if job is None else one.max_new_tokens - job.max_new_tokens for one in own]
+            room = self.max_prompt - np.array(more or [0], np.int64)
+            for row in np.flatnonzero(tokens.lengths > room).tolist():
+                left = max(0, int(room[row if own else 0]))
+                reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {left}"
+                errors.setdefault(int(rows[row]), f"{reason} before the new ones; lower max_new_tokens or shorten it")
 
 
 def beyond_embeddings(tokens: Ragged, embeddings: int | None, tokenizer: Any) -> dict[int, str]:
@@ -224,18 +269,18 @@ def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:
 
 
 def check_prompts(
-    schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, spec: TaskSpec, *, name: str = "text"
+    schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path | None, spec: TaskSpec, *, name: str = "text"
 ) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `spec` says so.
 
-    `name` is that of the input. Raises the TableError of `check_column`, and UsageError if the tokenizer has no
-    chat template.
+    `name` is that of the input; `tokenizer` is None if another template renders them. Raises the TableError of
+    `check_column`, and UsageError if the tokenizer has no chat template.
     """
     if not (text in schema.names and task.holds_chats(schema.field(text).type, spec)):
         check_column(schema, name, text, TEXT, where)
         if not spec.rows.chat:
             return False
-    if not folders.has_chat_template(tokenizer):
+    if tokenizer is not None and folders.chat_template(tokenizer) is None:
         raise UsageError(
             f"{where}: {text!r} holds conversations, but the tokenizer in {tokenizer} has no chat template "
             f"({folders.CHAT_TEMPLATE}). Use a model that was tuned on conversations, or a column of text."

@@ -41,9 +41,9 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
-from torchlake.runtimes import EMPTY, Ended, Forward, Writer, _products
+from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE, foreign_python
+from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class ScoredRows:
     "The errors of rows, {number in the part: reason}"
     found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     "Rows (B,) and their outputs (B, ...)."
-    texts: dict[int, np.ndarray] = field(default_factory=dict)
-    "The tokens (W,) of rows that are written."
+    texts: dict[int, Text] = field(default_factory=dict)
+    "The texts of rows that are written."
     same: np.ndarray = field(default_factory=lambda: NO_ROWS)
     "(M,) int64, the place of the row that is computed for each of `work.rows`."
     prompts: list[Prompt] = field(default_factory=list)
@@ -97,7 +97,7 @@ class ScoredRows:
         if isinstance(result, str):
             self.errors[row - self.first] = result
         else:
-            self.texts[row - self.first] = result.text.tokens
+            self.texts[row - self.first] = result.text
 
 
 @dataclass(kw_only=True)
@@ -138,10 +138,8 @@ class Scorer:
         if isinstance(load, str):
             named = plugins.load("runtimes", load)
             load = named.load if generation is None else named.open_writer
-        options: dict[str, Any] = {} if generation is None else {"options": generation}
-        if (python := foreign_python(self.settings)) is not None:
-            options["python"] = python
-        elif self.settings.gpus_per_process > 1:
+        options = {} if generation is None else {"options": generation}
+        if self.settings.gpus_per_process > 1:
             from torchlake.runtimes import _sharded  # it imports torch, which the driver does not need
 
             open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
@@ -172,17 +170,16 @@ class Scorer:
 
     def score(self, work: ReadyRows, attempt: Attempt | None = None) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
-        suspects: Set[int] = set() if attempt is None else attempt.suspects["score"]
         if self.writer is not None:
-            started = self.start(work, 0, suspects)
-            waiting = [started.prompts]
-            with closing(Attempts([] if attempt is None else [attempt])) as attempts:
+            with closing(Attempts([] if attempt is None else [attempt], self.settings.samples)) as attempts:
+                started = self.start(work, 0, attempts.suspects["score"])
+                waiting = [started.prompts]
                 for row, result in self.write(
                     lambda: waiting.pop() if waiting else [], None if attempt is None else attempts
                 ):
                     started.end(row, result)
             return self.finish(started)
-        part, alone, free = self._chosen(work, suspects)
+        part, alone, free = self._chosen(work, set() if attempt is None else attempt.suspects["score"])
         # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
         for row in alone:
@@ -193,12 +190,6 @@ class Scorer:
         if attempt is not None:
             attempt.idle()
         return self._assemble(part)
-
-    def close(self) -> None:
-        """End the process of a runtime that has one of its own."""
-        end = getattr(self.writer, "close", None)
-        if end is not None:
-            end()
 
     def start(
         self, work: ReadyRows, first: int, suspects: Set[int] = frozenset(), writing: Writing | None = None
@@ -219,7 +210,7 @@ class Scorer:
                 Prompt(
                     row=first + row,
                     ids=self._collate(work, place[None])[INPUT_IDS][0],
-                    options=generation,
+                    options=work.options[place] if work.options else generation,
                     begun=begun.get(first + row, EMPTY),
                     alone=place in alone,
                 )
@@ -248,8 +239,6 @@ class Scorer:
         texts = Texts(writer=self.writer, budget=budget, more=more, attempts=attempts, shrink=shrink)
         if writing is not None:
             texts.report = writing.report
-        if attempts is not None:
-            attempts.elsewhere = getattr(self.writer, "elsewhere", False)
         began = time.perf_counter()
         for row, result in texts.write():
             self.seconds += time.perf_counter() - began
@@ -262,16 +251,16 @@ class Scorer:
     def finish(self, part: ScoredRows) -> pa.Table:
         """Return what `score` returns of rows that are written."""
         rows = np.array(list(part.texts), np.int64)
-        out = np.full((len(rows), max(1, *map(len, part.texts.values()), 0)), NOTHING, np.int32)
-        for place, tokens in enumerate(part.texts.values()):
-            out[place, : len(tokens)] = tokens
+        out = np.full((len(rows), max(1, *(len(one.tokens) for one in part.texts.values()), 0)), NOTHING, np.int32)
+        for place, one in enumerate(part.texts.values()):
+            out[place, : len(one.tokens)] = one.tokens
         if len(rows):
             part.errors |= _non_finite_rows(rows, out)
             part.found.append((rows, out))
         return self._assemble(part)
 
     def _chosen(
-        self, work: ReadyRows, suspects: Set[int], known: Mapping[int, np.ndarray] = MappingProxyType({})
+        self, work: ReadyRows, suspects: Set[int], known: Mapping[int, Text] = MappingProxyType({})
     ) -> tuple[ScoredRows, np.ndarray, np.ndarray]:
         """Return a part, and the places of its rows that are computed: suspects, and others.
 
@@ -283,7 +272,7 @@ class Scorer:
         done = np.isin(work.rows[ready], list(known))
         suspected = np.isin(work.rows[ready], list(suspects)) & ~done
         ready = np.concatenate([ready[done], ready[suspected], ready[~done & ~suspected]])
-        first = ready if self._samples else first_equal(work.features, ready)
+        first = ready if self._samples or work.options else first_equal(work.features, ready)
         chosen, split = ready[first == ready], np.cumsum([done.sum(), suspected.sum()])
         old, alone, free = (chosen[np.isin(chosen, some)] for some in np.split(ready, split))
         part.texts |= {row: known[row] for row in work.rows[old].tolist()}
@@ -377,7 +366,7 @@ class Scorer:
         )
 
     def _shrink(self, padded: int) -> None:
-        """Halve the budget after so many tokens did not fit: a chunk's last batch may be far below the limit."""
+        """Halve the budget after `padded` tokens did not fit: a chunk's last batch may be far below the limit."""
         self.batch_tokens = max(1, min(self.batch_tokens, padded) // 2)
         log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
@@ -399,8 +388,14 @@ class Scorer:
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
-            if self.task.kept_back:
-                options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
+            if self.task.kept_back or self.task.generates:
+                places = np.searchsorted(work.rows, scored)
+                options = replace(
+                    options,
+                    features=work.features.take(places),
+                    written=[_logprobs(part.texts[row]) for row in scored.tolist()] if options.logprobs else (),
+                    own=[work.options[place] for place in places] if work.options else (),
+                )
             columns, wrong = self.task.answer_columns(answers, self.processor, self.spec, options)
             kept_errors = {int(scored[place]): reason for place, reason in wrong.items()}
             pairs = zip(work.rows.tolist(), same.tolist(), strict=True)
@@ -418,6 +413,11 @@ class Scorer:
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))
         reasons = from_strings([errors.get(row) for row in range(work.count)])
         return table.append_column(pa.field("error", pa.string()), reasons)
+
+
+def _logprobs(text: Text) -> np.ndarray | None:
+    """Return the log-probabilities (W,) of the tokens, without that of the end."""
+    return None if text.logprobs is None else text.logprobs[: int((text.tokens >= 0).sum())]
 
 
 def worker_memory(model: str, devices: int = 1) -> int:

@@ -32,15 +32,16 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
-from torchlake.scoring.runtime_choice import foreign_python
 from torchlake.scoring.scorer import ScoredRows, Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids
-from torchlake.tables.plan import Chunk
+from torchlake.tables.plan import SAMPLE, Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import Table
+from torchlake.tasks._writing import PROMPT_TOKENS
 
+NUMBER = pa.field(SAMPLE, pa.int32())
 LENGTH = "length"
 "The column with a row's cost in a batch, if that is not its number of tokens."
 
@@ -93,71 +94,82 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
         return table, joined(attempt.tokenizing(tokens))
 
-    def report(one: Ready[Rows], columns: pa.Table) -> ScoredChunk:
-        output = _output(one.read[0], settings, one.chunk, columns)
-        return ScoredChunk(
-            # Written before the report is sent: the commit trusts that a reported part exists.
-            part=workspace.parts.write(one.name, output, chunk=one.chunk.index),
-            rows=len(one.read[1].rows),
-            runtime=scorer.runtime,
-            startup=scorer.startup,
-            examples=examples_of(one.chunk, output["error"]),
-        )
-
-    # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
-    counted = dict.fromkeys(COUNTED, 0)
-
-    def counts() -> dict[str, Any]:
-        now = {name: getattr(scorer, name) for name in COUNTED}
-        new = {name: now[name] - counted[name] for name in COUNTED}
-        counted.update(now)
-        return new
-
-    def score(group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
-        for one in group:
-            done = report(one, scorer.score(one.read[1], one.attempt))
-            yield one, replace(done, **counts())
-
-    def write(group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
-        attempts = Attempts()
-        writing = Writing(workspace.rows, attempts)
-        started: deque[tuple[Sequence[Ready[Rows]], ScoredRows]] = deque()
-        waiting = [group]
-
-        def prompts() -> Sequence[Prompt]:
-            some = waiting.pop() if waiting else more()
-            if not some:
-                return []
-            first = attempts.join([one.attempt for one in some])
-            writing.enter(first, [(one.name, one.read[1]) for one in some])
-            part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects["score"], writing)
-            started.append((some, part))
-            return part.prompts
-
-        def finished() -> Results:
-            while started and not started[0][1].left:
-                some, part = started.popleft()
-                columns, place = scorer.finish(part), 0
-                for one in some:
-                    done = report(one, columns.slice(place, one.read[1].count))
-                    writing.leave(part.first + place)
-                    place += one.read[1].count
-                    yield one, replace(done, **counts())
-
-        with closing(writing), closing(attempts):
-            for row, result in scorer.write(prompts, attempts, writing):
-                next(part for _, part in started if row in part.left).end(row, result)
-                yield from finished()
-            attempts.idle()
-            yield from finished()
+    score = partial(_scored if settings.generation is None or not workspace.rows else _written, scorer)
 
     # The part is complete, but the process that wrote it died before its report; the counts are lost.
     def lost(part: Part) -> ScoredChunk:
         return ScoredChunk(part=part)
 
     most = settings.chunks_ahead
-    make = write if settings.generation is not None and workspace.rows else score
-    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=make, lost=lost, most=most)
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most)
+
+
+def _scored(scorer: Scorer, group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
+    """Score chunks one after the other."""
+    for one in group:
+        before = _counts(scorer)
+        yield one, _reported(scorer, one, scorer.score(one.read[1], one.attempt), before)
+
+
+def _written(scorer: Scorer, group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
+    """Write the texts of chunks, and of further ones as places become free; chunks end in their order."""
+    settings, before = scorer.settings, _counts(scorer)
+    assert settings.workspace is not None, "a job has a workspace"
+    assert settings.generation is not None, "the task writes"
+    attempts = Attempts(times=settings.samples)
+    writing = Writing(settings.workspace.rows, attempts, logprobs=settings.generation.logprobs is not None)
+    started: deque[tuple[Sequence[Ready[Rows]], ScoredRows]] = deque()
+    waiting = [group]
+
+    def prompts() -> Sequence[Prompt]:
+        some = waiting.pop() if waiting else more()
+        if not some:
+            return []
+        first = attempts.join([one.attempt for one in some])
+        writing.enter(first, [(one.name, one.read[1]) for one in some])
+        part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects["score"], writing)
+        started.append((some, part))
+        return part.prompts
+
+    def finished() -> Results:
+        nonlocal before
+        while started and not started[0][1].left:
+            some, part = started.popleft()
+            columns, place = scorer.finish(part), 0
+            for one in some:
+                done = _reported(scorer, one, columns.slice(place, one.read[1].count), before)
+                before = _counts(scorer)
+                writing.leave(part.first + place)
+                place += one.read[1].count
+                yield one, done
+
+    with closing(writing), closing(attempts):
+        for row, result in scorer.write(prompts, attempts, writing):
+            next(part for _, part in started if row in part.left).end(row, result)
+            yield from finished()
+        attempts.idle()
+        yield from finished()
+
+
+def _counts(scorer: Scorer) -> dict[str, Any]:
+    return {name: getattr(scorer, name) for name in COUNTED}
+
+
+def _reported(scorer: Scorer, one: Ready[Rows], columns: pa.Table, before: Mapping[str, Any]) -> ScoredChunk:
+    """Write the part of a chunk, and return the report, with the counts since `before`."""
+    settings, now = scorer.settings, _counts(scorer)
+    output = _output(one.read[0], settings, one.chunk, folded(columns, settings))
+    assert settings.workspace is not None, "a job has a workspace"
+    return ScoredChunk(
+        # Written before the report is sent: the commit trusts that a reported part exists.
+        part=settings.workspace.parts.write(one.name, output, chunk=one.chunk.index),
+        rows=len(one.read[1].rows),
+        runtime=scorer.runtime,
+        startup=scorer.startup,
+        examples=examples_of(one.chunk, output["error"]),
+        # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
+        **{name: now[name] - before[name] for name in COUNTED},
+    )
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
@@ -166,7 +178,9 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 
     def worker(table: pa.Table) -> pa.Table:
         rows, unreadable = isolate_bad_text(table.select(scorer.spec.input_columns))
-        predictions = scorer.score(scorer.read(rows, unreadable))
+        predictions = folded(scorer.score(scorer.read(rows, unreadable)), settings)
+        if len(predictions) > len(table):
+            table = table.take(from_numpy(np.arange(len(table)).repeat(settings.samples)))
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table
@@ -244,18 +258,6 @@ def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]]
     return worker
 
 
-def make_versions_worker(settings: ScoringSettings) -> Callable[[Iterator[str]], Iterator[dict[str, str]]]:
-    """Return a worker that finds the versions that runtimes, given by name, have in their own interpreters."""
-
-    def worker(runtimes: Iterator[str]) -> Iterator[dict[str, str]]:
-        for runtime in runtimes:
-            python = foreign_python(settings)
-            assert python is not None, "it has an interpreter of its own"
-            yield plugins.load("runtimes", runtime).versions(python.path)
-
-    return worker
-
-
 def with_ranges(
     settings: ScoringSettings, source: Table, earlier: Mapping[str, Any], engine: Engine
 ) -> ScoringSettings:
@@ -298,10 +300,15 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
     predicted = task.output_schema(spec, settings.column_options)
+    if settings.samples > 1 and not settings.explode:
+        predicted = [_listed(column) for column in predicted]
+    kept = [source.field(name).remove_metadata().with_nullable(True) for name in settings.keep]
+    keys = [pa.field("row_id", pa.string())] if settings.key is None else kept[:1]
     return pa.schema(
         [
-            *([pa.field("row_id", pa.string())] if settings.key is None else []),
-            *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
+            *keys,
+            *([NUMBER] if settings.explode else []),
+            *(kept if settings.key is None else kept[1:]),
             *(column.with_name(settings.prefix + column.name) for column in predicted),
             pa.field("truncated", pa.bool_()),
             pa.field("error", pa.string()),
@@ -319,11 +326,51 @@ def joined(works: Sequence[ReadyRows]) -> ReadyRows:
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
         joined_features([work.features for work in works]),
         {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
+        [one for work in works for one in work.options],
     )
 
 
 def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
     """Return key (or row id), copied columns and predictions as one table."""
-    ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
-    copied = {name: table[name] for name in settings.keep}
-    return pa.table({**ids, **copied, **{name: predictions[name] for name in predictions.column_names}})
+    columns = {"row_id": row_ids(chunk)} if settings.key is None else {settings.key: table[settings.key]}
+    if settings.explode:
+        columns[SAMPLE] = predictions[SAMPLE]
+    columns |= {name: table[name] for name in settings.keep}
+    if settings.explode:
+        again = from_numpy(np.arange(len(table)).repeat(settings.samples))
+        columns = {name: each if name == SAMPLE else each.take(again) for name, each in columns.items()}
+    return pa.table({**columns, **{name: predictions[name] for name in predictions.column_names}})
+
+
+def folded(predictions: pa.Table, settings: ScoringSettings) -> pa.Table:
+    """Return the predictions of rows that have several answers: lists of a row's, or all with their numbers.
+
+    A row of lists has the first error of its answers, and then no answer, but for texts that do not fit a structure.
+    """
+    samples = settings.samples
+    if settings.explode:
+        numbers = from_numpy(np.tile(np.arange(samples, dtype=np.int32), len(predictions) // samples))
+        return predictions.add_column(0, NUMBER, numbers)
+    if samples == 1:
+        return predictions
+    rows = len(predictions) // samples
+    reasons = predictions["error"].to_pylist()
+    first = [next(filter(None, reasons[row * samples : (row + 1) * samples]), None) for row in range(rows)]
+    lost = np.array([reason is not None for reason in first], bool)
+    if settings.generation is not None and settings.generation.structure is not None:
+        texts = predictions[f"{settings.prefix}generated_text"].is_null().to_numpy()
+        lost &= texts.reshape(rows, samples).all(axis=1)
+    known = from_numpy(np.arange(rows), null=lost)
+    columns: dict[str, Any] = {}
+    for column in predictions.schema:
+        each = predictions[column.name].combine_chunks()
+        if column.name in ("truncated", settings.prefix + PROMPT_TOKENS.name):
+            columns[column.name] = each.take(from_numpy(np.arange(rows) * samples))
+        elif column.name != "error":
+            offsets = from_numpy(np.arange(rows + 1, dtype=np.int32) * samples)
+            columns[column.name] = pa.ListArray.from_arrays(offsets, each).take(known)
+    return pa.table({**columns, "error": from_strings(first)})
+
+
+def _listed(column: pa.Field) -> pa.Field:
+    return column if column.name == PROMPT_TOKENS.name else column.with_type(pa.list_(column.type))

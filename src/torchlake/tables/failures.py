@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TooManyErrors
 from torchlake.tables.formats.columnar import open_parquet
-from torchlake.tables.plan import ChunkPlan
+from torchlake.tables.plan import ChunkPlan, samples_of
 
 LINES = 5
 ENCODING_HINT = "bad_utf8: if a CSV file has an encoding other than UTF-8, give --csv encoding=latin-1 or its name."
@@ -53,7 +53,8 @@ def read_failures(folder: str, record: Mapping[str, Any], plan: ChunkPlan) -> Fa
             errors = rows["error"]
             if example is None:
                 chunk, row = chunks[part["chunk"]], pc.index(errors.is_valid(), True).as_py()
-                example = f"{chunk.file} row {chunk.number(row)}: {errors[row]}"
+                number = chunk.number(row // samples_of(record["fingerprint"]))
+                example = f"{chunk.file} row {number}: {errors[row]}"
             counts += count_reasons(errors.drop_null())
     return Failures(dict(counts.most_common()), example)
 

@@ -17,10 +17,17 @@ from torchlake.errors import DataError
 from torchlake.storage.versions import Version
 
 FORMAT = 2
+SAMPLE = "sample"
+"The column with the number of a row's answer, if each answer has a row."
 COUNTS = ("left_out", "unread_files")
 "Keys of a plan's selection that count what was not requested."
 FORMAT_OF_VIEWS = 3
 "Format of a plan in which some files are read with a view or only some of their rows."
+
+
+def samples_of(fingerprint: Mapping[str, Any]) -> int:
+    """Return how many rows a job writes for each row that it reads; SAMPLE numbers them."""
+    return int(fingerprint.get("samples", 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

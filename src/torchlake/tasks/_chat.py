@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.config.task_spec import RowOptions
+from torchlake.models.generation import PromptOptions
 from torchlake.tables.arrays import is_text
 from torchlake.tasks._rendering import RenderLimitExceeded, Request, render
 
@@ -28,6 +29,8 @@ MOST_LOOKED_AT = 8
 "Rows that are looked at to find out what a column holds."
 INSTEAD = ("tool_calls", "reasoning_content", "thinking", "reasoning", "function_call")
 "What a message may have in place of content."
+UNFINISHED = "it ends with the assistant's message, which --continue (continue_final_message) continues"
+"Why a conversation has no prompt."
 SYSTEM = ("system", "developer")
 "Roles of a system text, the first message."
 
@@ -172,15 +175,24 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 
 def read_chats(
-    column: Sequence[Any], tools: Sequence[Any] | None = None, *, names: Names | None = None, system: str | None = None
+    column: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    names: Names | None = None,
+    system: str | None = None,
+    turns: bool = False,
 ) -> tuple[dict[int, Request], dict[int, str]]:
-    """Return the conversations of a column by row, and {row: reason} for bad ones; nulls and blanks are in neither."""
+    """Return the conversations of a column by row, and {row: reason} for bad ones; nulls and blanks are in neither.
+
+    `turns`: the column has texts, which are turns of the user.
+    """
     requests, errors = dict[int, Request](), dict[int, str]()
     for row, value in enumerate(column):
         if value is None or (isinstance(value, str) and not value.strip()):
             continue
         try:
-            messages = with_system(read_messages(value, names), system)
+            messages = [{"role": "user", "content": value}] if turns else read_messages(value, names)
+            messages = with_system(messages, system)
             requests[row] = Request(messages=messages, tools=None if tools is None else read_tools(tools[row]))
         except (ValueError, RecursionError) as error:
             errors[row] = row_error(error)
@@ -195,17 +207,33 @@ def render_chats(
     add_generation_prompt: bool,
     names: Names | None = None,
     system: str | None = None,
+    options: PromptOptions = PromptOptions(),
+    turns: bool = False,
 ) -> tuple[pa.Array, dict[int, str]]:
     """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
 
-    With `add_generation_prompt`, each text ends where the assistant's answer begins. Nulls and blank strings become
-    null. `tools` is a column of the tools of each row; see `read_tools`.
+    With `add_generation_prompt`, each text ends where the assistant's answer begins or is continued. Nulls and blank
+    strings become null. `tools` is a column of the tools of each row; see `read_tools`. `turns`: of `read_chats`.
     """
-    requests, errors = read_chats(
-        column.to_pylist(), None if tools is None else tools.to_pylist(), names=names, system=system
-    )
-    want: Any = "prompt" if add_generation_prompt else "whole"
-    made = render(tokenizer, [replace(each, want=want) for each in requests.values()])
+    called = None if tools is None else tools.to_pylist()
+    requests, errors = read_chats(column.to_pylist(), called, names=names, system=system, turns=turns)
+    for row, request in [*requests.items()]:
+        want: Any = "prompt" if add_generation_prompt else "whole"
+        if add_generation_prompt and request.messages[-1]["role"] == "assistant":
+            want = "continue"
+            if not options.continue_final_message:
+                errors[row] = f"bad_chat: {UNFINISHED}"
+                del requests[row]
+                continue
+        head = len(system_of(request.messages))
+        requests[row] = replace(
+            request,
+            messages=[*request.messages[:head], *map(dict, options.examples), *request.messages[head:]],
+            tools=request.tools or options.tools or None,
+            options=options.template_options,
+            want=want,
+        )
+    made = render(tokenizer, [*requests.values()])
     texts: list[str | None] = [None] * len(column)
     for row, each in zip(requests, made, strict=True):
         if isinstance(each, ValueError):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from torchlake.models.generation import GenerationOptions
     from torchlake.tables.chunks import RowCost
 
 NO_TARGET = -100
@@ -43,6 +44,8 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    marks: tuple[str, str] | None = None
+    "What is before and after reasoning in a generated text; None: it is not looked for."
     structure: Structure | None = None
     "What a generated text has to fit."
     embedding: str = "float32"
@@ -50,7 +53,13 @@ class ColumnOptions:
     ranges: Sequence[Sequence[float]] = ()
     "The lowest and the highest value (2, D) of each number of a vector, for int8."
     features: Features | None = None
-    "The features of the rows, if the task keeps arrays back."
+    "The features of the rows, if the task keeps arrays back or writes."
+    logprobs: str | None = None
+    "`mean` or `tokens`: the log-probabilities of written texts that get a column."
+    written: Sequence[np.ndarray | None] = ()
+    "Those of the tokens (W,) of each row's text; None if the runtime has none."
+    own: Sequence["GenerationOptions"] = ()
+    "The options of each row's text; empty: they are the job's."
 
 
 class BaseTask:

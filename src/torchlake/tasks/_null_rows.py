@@ -58,7 +58,8 @@ def join_texts(
 ) -> pa.Array:
     """Return one text per row, null where every column is blank; `spec` has the template or the separator."""
     texts = [without_rows(string_column(table[column]), unreadable) for column in columns]
-    if len(texts) == 1:
+    filled = spec is not None and spec.template is not None and set(columns_in(spec.template)) == set(columns)
+    if len(texts) == 1 and not filled:  # a column of texts in the form of the model's template
         return texts[0]
     blank = np.stack([np.asarray(is_blank(each)) for each in texts])
     values = [nulls_as_empty(each).cast(pa.large_string()) for each in texts]
@@ -75,6 +76,11 @@ def join_texts(
         known = [pc.if_else(pa.array(~out), each, _scalar(None)) for each, out in zip(values, left_out, strict=True)]
         made = pc.binary_join_element_wise(*known, _scalar(separator), null_handling="skip")
     return pc.if_else(pa.array(blank.all(axis=0)), _scalar(None), made)
+
+
+def columns_in(template: str) -> tuple[str, ...]:
+    """Return the columns in the braces of a template, each once. Raises ValueError for one that cannot be read."""
+    return tuple(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name is not None))
 
 
 def _scalar(text: str | None) -> pa.Scalar:

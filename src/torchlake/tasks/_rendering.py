@@ -57,9 +57,10 @@ class Request:
     tools: Sequence[Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     "Further variables of the template."
-    want: Literal["prompt", "whole", "answers", "last"] = "answers"
-    """`prompt`: the text before the next answer. `whole`: all messages. `answers`: the same with the places of the
-    assistant's turns, or one text for each; see `answers_in`. `last`: the text up to the last answer, and its place."""
+    want: Literal["prompt", "continue", "whole", "answers", "last"] = "answers"
+    """`prompt`: the text before the next answer. `continue`: up to the end of the last message, which is not ended.
+    `whole`: all messages. `answers`: the same with the places of the assistant's turns, or one text for each; see
+    `answers_in`. `last`: the text up to the last answer, and its place."""
     first: int = 0
     "Turns before this message are not answers."
 
@@ -222,18 +223,21 @@ class _Template:
         """Return what a request wants; see there."""
         messages = request.messages
 
+        unfinished = request.want == "continue"
+
         def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
             rendered = self.render(
                 conversations=[some],
                 tools=request.tools,
                 chat_template=self.source,
-                return_assistant_tokens_mask=self.marked and not prompt,
+                return_assistant_tokens_mask=self.marked and not (prompt or unfinished),
                 add_generation_prompt=prompt,
+                continue_final_message=unfinished,
                 **{**self.special, **request.options},
             )
             return rendered[0][0], rendered[1][0] if rendered[1] else []
 
-        if request.want in ("prompt", "whole"):
+        if request.want in ("prompt", "continue", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:
             self.end = (turn_end(make, self.tokens),)

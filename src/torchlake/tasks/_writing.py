@@ -1,6 +1,7 @@
 """What the tasks that write texts share: the loss of each next token, and the columns of written texts."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import INPUT_IDS, Features
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
-from torchlake.models.generation import END, STUCK, decoded, settings_of, stop_place
+from torchlake.models.generation import END, STUCK, decoded, settings_of, stop_place, without_reasoning
 from torchlake.models.structured.choices import probability_fields, read_answers, tokens_of
 from torchlake.models.structured.structure import Structure
 from torchlake.tables.chunks import RowCost
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
 
 CUT = "length: the text was cut after {} tokens; raise max_new_tokens"
 NO_TOKEN = "no_token: the tokenizer, or what the model suppresses, leaves no token that continues the text"
-ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
+MARK_TOKENS = 24
+"More than the tokens of any mark of reasoning, and of the space after it."
+TEXT, REASONING = pa.field("generated_text", pa.string()), pa.field("reasoning", pa.string())
+PROMPT_TOKENS = pa.field("prompt_tokens", pa.int32())
+COUNTS = (PROMPT_TOKENS, pa.field("generated_tokens", pa.int32()), pa.field("finish_reason", pa.string()))
+MEAN, EACH = pa.field("logprob", pa.float32()), pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class WritingTask(BaseTask):
@@ -69,9 +76,14 @@ class WritingTask(BaseTask):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"; with a structure,
-        the probabilities of its choices, or the columns of its schema."""
-        return pa.schema([*ANSWERS, *_own_fields(options.structure)])
+        """Return the generated text, the numbers of tokens, and the finish reason: "stop" or "length".
+
+        Also the reasoning if the chat template has marks of it, log-probabilities if they are asked for, and with a
+        structure the probabilities of its choices, or the columns of its schema.
+        """
+        reasoning = [] if options.marks is None else [REASONING]
+        logprobs = {None: [], "mean": [MEAN], "tokens": [MEAN, EACH]}[options.logprobs]
+        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs, *_own_fields(options.structure)])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -86,28 +98,51 @@ class WritingTask(BaseTask):
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> tuple[pa.Table, dict[int, str]]:
         """Return `output_columns`, and the errors of texts that do not fit their structure to the end."""
-        structure = options.structure
+        structure, schema = options.structure, self.output_schema(spec, options)
+        lengths = None if options.features is None else options.features.lengths
         if structure is not None and structure.choices:
-            return _chosen(answers, processor, structure), {}
-        texts, counts, reasons = [], [], []
-        for answer in answers:
+            return _chosen(answers, processor, structure, lengths, schema), {}
+        columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        for row, answer in enumerate(answers):
             written = answer[answer >= 0]
-            text = decoded(processor, written, exact=structure is not None)
-            place = stop_place(text, options.stop)
-            texts.append(text[:place])
-            counts.append(len(written))
-            reasons.append("length" if place is None and END not in answer else "stop")
-        table = pa.table([texts, counts, reasons], schema=ANSWERS)
+            text = decoded(processor, written, kept=options.marks or (), exact=structure is not None)
+            stop = options.own[row].stop if options.own else options.stop
+            place = stop_place(text, stop if structure is None else ())
+            found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
+            text = text[:place]
+            if options.marks is not None and structure is None:
+                begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
+                found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)
+            found["generated_text"] = text
+            found["finish_reason"] = "length" if place is None and END not in answer else "stop"
+            found["prompt_tokens"] = None if lengths is None else lengths[row]
+            if options.logprobs is not None:
+                found["token_logprobs"] = each = options.written[row]
+                found["logprob"] = None if each is None else each.mean() if len(each) else 0.0
+            for name in found.keys() & columns.keys():
+                columns[name].append(found[name])
         if structure is None:
-            return table, {}
-        errors = {row: CUT.format(counts[row]) for row, reason in enumerate(reasons) if reason == "length"}
-        errors |= dict.fromkeys(np.flatnonzero((answers == STUCK).any(axis=1)).tolist(), NO_TOKEN)
-        if structure.columns:
-            columns, bad = json_columns(texts, pa.schema(_own_fields(structure)))
-            errors = bad | errors
-            for field, column in zip(columns.schema, columns.columns, strict=True):
-                table = table.append_column(field, column)
-        return table, errors
+            return pa.table(columns, schema=schema), {}
+        return _fitted(columns, structure, schema, stuck=np.flatnonzero((answers == STUCK).any(axis=1)).tolist())
+
+
+def _fitted(
+    columns: Mapping[str, list[Any]], structure: Structure, schema: pa.Schema, *, stuck: Sequence[int]
+) -> tuple[pa.Table, dict[int, str]]:
+    """Return the columns with those of the structure, and the errors of texts that do not fit it to the end."""
+    reasons = zip(columns["finish_reason"], columns["generated_tokens"], strict=True)
+    errors = {row: CUT.format(count) for row, (reason, count) in enumerate(reasons) if reason == "length"}
+    errors |= dict.fromkeys(stuck, NO_TOKEN)
+    made = {
+        name: values for name, values in columns.items() if name not in {one.name for one in _own_fields(structure)}
+    }
+    table = pa.table(made, schema=pa.schema([schema.field(name) for name in made]))
+    if structure.columns:
+        own, bad = json_columns(columns["generated_text"], pa.schema(_own_fields(structure)))
+        errors = bad | errors
+        for field, column in zip(own.schema, own.columns, strict=True):
+            table = table.append_column(field, column)
+    return table, errors
 
 
 def _own_fields(structure: Structure | None) -> list[pa.Field]:
@@ -117,11 +152,25 @@ def _own_fields(structure: Structure | None) -> list[pa.Field]:
     return list(json_schema_of(structure.schema)) if structure.columns else probability_fields(structure.choices)
 
 
-def _chosen(answers: np.ndarray, processor: Any, structure: Structure) -> pa.Table:
+def _chosen(
+    answers: np.ndarray, processor: Any, structure: Structure, lengths: np.ndarray | None, schema: pa.Schema
+) -> pa.Table:
+    """Return the columns of answers that are choices; `lengths` (B,) are those of the prompts."""
     texts, probabilities = read_answers(answers, structure.choices)
-    sizes = {
-        text: len(one) for text, one in zip(structure.choices, tokens_of(structure.choices, processor), strict=True)
+    counts = dict(zip(structure.choices, map(len, tokens_of(structure.choices, processor)), strict=True))
+    found: dict[str, Any] = {
+        "generated_text": texts,
+        "reasoning": [None] * len(texts),
+        "prompt_tokens": [None] * len(texts) if lengths is None else lengths,
+        "generated_tokens": [counts[text] for text in texts],
+        "finish_reason": ["stop"] * len(texts),
     }
-    counts, reasons = [sizes[text] for text in texts], ["stop"] * len(texts)
-    schema = pa.schema([*ANSWERS, *_own_fields(structure)])
-    return pa.table([texts, counts, reasons, *probabilities.T], schema=schema)
+    shares = dict(zip((one.name for one in _own_fields(structure)), probabilities.T, strict=True))
+    return pa.table({name: shares[name] if name in shares else found[name] for name in schema.names}, schema=schema)
+
+
+def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
+    """Return whether a row's prompt ends with a mark, except for space."""
+    ids: Any = features.arrays[INPUT_IDS]
+    last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
+    return bool(tokenizer.decode(last).rstrip().endswith(mark))

@@ -19,7 +19,7 @@ from torchlake.errors import DataError
 from torchlake.labels.values import to_plain_array
 from torchlake.models import load
 from torchlake.models.config import decoder_start
-from torchlake.tasks import TEXT, Inputs, _pretrained, _tokens
+from torchlake.tasks import EXTRA, TEXT, Inputs, _pretrained, _tokens
 from torchlake.tasks._writing import WritingTask
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ DECODER_IDS = "decoder_input_ids"
 class Text2textGeneration(WritingTask):
     """An encoder-decoder of transformers."""
 
-    inputs = {"text": TEXT}
+    inputs = {"text": TEXT, "options": EXTRA}
+    optional = ("options",)
     auto_class = "AutoModelForSeq2SeqLM"
     hub_task = "text2text-generation"
     options = {"prefix": "", "max_target_tokens": 128}
@@ -133,11 +134,6 @@ class Text2textGeneration(WritingTask):
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return a trained model; it has no classes to check."""
         return load.load_model(folder, auto_class=self.auto_class, **options)
-
-    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
-        """Return the share of texts that are their targets, except for space around them."""
-        pairs = zip(scored["generated_text"].to_pylist(), labels.to_pylist(), strict=True)
-        return {"exact_match": float(np.mean([written.strip() == wanted.strip() for written, wanted in pairs]))}
 
 
 def _texts(array: pa.Array) -> pa.Array:

@@ -10,7 +10,7 @@ Scoring: a prompt is a row without an end token. It is never truncated; a prompt
 becomes an error row.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -83,9 +83,9 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
 class TextGeneration(WritingTask):
     """A causal language model, which learns its texts and writes their continuations."""
 
-    inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA}
-    "Strings or conversations; what follows them; the tools of each conversation."
-    optional = ("completion", "tools")
+    inputs = {"text": PROMPT, "completion": PROMPT, "tools": EXTRA, "options": EXTRA}
+    "Strings or conversations; what follows them; the tools of each conversation; options of answers."
+    optional: Collection[str] = ("completion", "tools", "options")
     has_labels = False
     problems = PROBLEMS
     auto_class = "AutoModelForCausalLM"
@@ -119,11 +119,6 @@ class TextGeneration(WritingTask):
             inputs.pop("tools", None)
         pack = spec.rows.pack or ("whole" if chat or written or "completion" in inputs else None)
         return replace(spec, text=text, inputs=inputs, rows=replace(spec.rows, chat=written, pack=pack))
-
-    def render_chats(self, tokenizer: Any, texts: pa.Array, tools: pa.Array | None, spec: TaskSpec) -> Any:
-        """Return conversations as prompts, and {row: reason} for bad ones."""
-        named: Any = {"names": names_of(spec.rows), "system": spec.rows.system}
-        return render_chats(tokenizer, texts, tools, add_generation_prompt=True, **named)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the types of the tokens and, for rows packed whole, of what `_whole_rows.py` says about them."""

@@ -175,7 +175,8 @@ def test_a_stored_table_is_answered_once_on_any_number_of_processes(tiny_gpt2: P
         tiny_gpt2, tmp_path / "prompts.parquet", tmp_path / "out", engine=tl.Local(processes=2), chunk_rows=3, **options
     )
     found = pq.read_table(tmp_path / "out").sort_by("id")
-    assert found.column_names == ["id", "generated_text", "generated_tokens", "finish_reason", "truncated", "error"]
+    counts = ["prompt_tokens", "generated_tokens", "finish_reason"]
+    assert found.column_names == ["id", "generated_text", *counts, "truncated", "error"]
     assert (done.rows_in, done.rows_out, done.rows_failed) == (6, 6, 0)
     assert found.drop(["id"]).to_pylist() == answers(tiny_gpt2, TEXTS, temperature=1.5, seed=3)
     assert tl.verify(tmp_path / "out").problems == []

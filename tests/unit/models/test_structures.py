@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from torchlake.errors import MissingExtra, UsageError
+from torchlake.models.load import load_tokenizer
 from torchlake.models.structured import structure as structures
 from torchlake.models.structured.schemas import closed
 from torchlake.models.structured.shortest import shortest_text
@@ -128,7 +129,7 @@ def test_a_schema_without_an_end_fits_no_text() -> None:
 
 def test_a_text_has_to_fit_into_max_new_tokens(tiny_gpt2: Path) -> None:
     structure, ends = of(regex="(?:film){3}"), [2]
-    tokens = token_bytes(tiny_gpt2, ends=ends)
+    tokens = token_bytes(load_tokenizer(tiny_gpt2), ends=ends)
     least = fewest_tokens(tokens, b"filmfilmfilm")
     assert least is not None
     assert least < 12  # as tokens, not as letters
@@ -139,6 +140,11 @@ def test_a_text_has_to_fit_into_max_new_tokens(tiny_gpt2: Path) -> None:
         check_structure(of(json_schema={"type": "integer", "minimum": 1}), tiny_gpt2, ends=ends, new_tokens=1)
     with pytest.raises(UsageError, match="3 choices, of which 'bad' has 2 tokens, need max_new_tokens=4"):
         check_structure(of(choices="a,bad,c"), tiny_gpt2, ends=ends, new_tokens=3)
+
+
+def test_tokenizers_that_do_not_spell_every_text_are_refused(tiny_bert: Path) -> None:
+    with pytest.raises(UsageError, match="byte-level or SentencePiece; this one is WordPiece"):
+        token_bytes(load_tokenizer(tiny_bert), ends=[0])
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Texts that fit a structure: whatever a random model would write, alone and beside other rows."""
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_texts_fit_any_schema(tiny_gpt2: Path, schema: Any) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS)
 def test_many_texts_fit_any_schema(tiny_llama: Path, schema: Any) -> None:
-    check_schema(tiny_llama, schema, texts=20)
+    check_schema(tiny_llama, schema, texts=60)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -188,6 +189,20 @@ def test_a_grammar_without_a_token_ends_the_row(tiny_llama: Path) -> None:
 def predicted(model: Path, texts: Sequence[str] = PROMPTS, **options: Any) -> list[dict[str, Any]]:
     with tl.load(model, **options) as loaded:
         return loaded(texts)
+
+
+def test_grammars_are_files(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "dates.lark").write_text(
+        'start: day " of " month\nday: /[1-9]/\nmonth: "May" | "June"', encoding="utf-8"
+    )
+    for row in predicted(tiny_llama, grammar=tmp_path / "dates.lark"):
+        assert re.fullmatch("[1-9] of (May|June)", row["generated_text"])
+        assert (row["finish_reason"], row["error"]) == ("stop", None)
+
+
+def test_a_schema_without_columns_is_refused_before_the_model_is_loaded(tiny_llama: Path) -> None:
+    with pytest.raises(UsageError, match="json_columns: /properties/a: it has no type"):
+        tl.load(tiny_llama, json_schema={"type": "object", "properties": {"a": {}}}, json_columns=True)
 
 
 def test_cut_texts_are_errors_that_keep_the_text(tiny_gpt2: Path) -> None:

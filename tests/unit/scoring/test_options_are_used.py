@@ -63,6 +63,29 @@ GIVEN: dict[str, tuple[Any, str, str]] = {
     "choices": ("a,b", REFUSED, REFUSED),
     "grammar": ("a.lark", REFUSED, REFUSED),
     "chat": (True, REFUSED, REFUSED),
+    **{
+        name: (value, REFUSED, REFUSED)  # this model does not write
+        for name, value in {
+            "prompt": "{text}",
+            "system": "a",
+            "examples": [{"text": "a", "completion": "b"}],
+            "tools": "text",
+            "chat_template": "a",
+            "template_options": {"a": 1},
+            "continue_final_message": True,
+            "n": 2,
+            "explode": True,
+            "seed_by": "key",
+            "min_p": 0.1,
+            "min_new_tokens": 1,
+            "num_beams": 2,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 1.0,
+            "frequency_penalty": 1.0,
+            "stop_token_ids": [1],
+            "logprobs": True,
+        }.items()
+    },
     "batch_rows": (5, CHANGES, NO_EFFECT),
 }
 MAPPED = {"gpus_per_process": NO_EFFECT, "max_error_rate": NO_EFFECT, "seed": NO_EFFECT}

@@ -108,7 +108,7 @@ def test_evaluate_counts_rows_without_text_and_refuses_what_it_cannot_do(trained
     with pytest.raises(DataError, match="no row"):
         tl.evaluate(model, pa.table({"text": pa.array([None, ""], pa.string())}), engine=tiny.Here())
     with pytest.raises(UsageError, match="leave it out"):
-        tl.evaluate(model, texts(3), label="id")
+        tl.evaluate(model, texts(3), max_new_tokens=3)
     with pytest.raises(UsageError, match="no key-value cache"):
         tl.evaluate(model, texts(3), runtime="varlen")
     with pytest.raises(UsageError, match="runs only under eager"):

@@ -63,7 +63,7 @@ class WritingConfig(BaseModel):
     """Validation rows whose prompts the model answers, spread evenly over the table; the same at each validation."""
     max_new_tokens: Int = Field(default=64, ge=1)
     """Maximum tokens of an answer."""
-    metric: Literal["exact_match", "token_f1", "chrf", "json_valid"] = "exact_match"
+    metric: Literal["exact_match", "token_f1", "chrf", "rouge_l", "json_valid"] = "exact_match"
     """exact_match: equal to the row's own answer; token_f1: words in common; chrf: n-grams of characters in common, 0
     to 100; json_valid: the answer is JSON."""
 

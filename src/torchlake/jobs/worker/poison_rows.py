@@ -29,7 +29,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -48,7 +48,7 @@ WHOLE_CHUNK_S = 60.0
 "Minimum time limit for reading or tokenizing a whole chunk, which has thousands of rows."
 MAX_LOST_READS = 2
 
-Step = Literal["read", "tokenize", "score", "elsewhere"]
+Step = Literal["read", "tokenize", "score"]
 T = TypeVar("T")
 
 
@@ -67,8 +67,6 @@ class Attempt:
         self.suspects: dict[Step, set[int]] = {step: set() for step in get_args(Step)}
         self.quarantined: dict[int, str] = {}
         self.lost_reads = 0
-        self._step: Step = "score"
-        self._latest = self._beaten = 0.0
         try:
             folder.mkdir(exist_ok=True)
             # Listed before this attempt has a log, so that it does not wait for itself, nor for attempts that begin
@@ -114,11 +112,9 @@ class Attempt:
     ) -> Iterator[None]:
         """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long.
 
-        `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step goes on with
-        other rows; see `narrow`. Rows that are "elsewhere" are in another process, which is watched there: they have no
-        limit here, and are not to blame for a death.
+        `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step continues with
+        other rows; see `narrow`.
         """
-        self._step = step
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
         # thing that tells which rows it was working on.
         self._note([step, rows] if tokens is None else [step, rows, tokens])
@@ -126,7 +122,7 @@ class Attempt:
         # Each row alone would have the limit, so a batch that shows progress has it for each of its rows.
         self._latest = time.monotonic() + limit_s * max(1, of, len(rows or ()))
         self._beaten = 0.0
-        with nullcontext() if step == "elsewhere" else _watched(self._trace, limit_s):
+        with _watched(self._trace, limit_s):
             yield
 
     def advance(self) -> None:
@@ -138,7 +134,7 @@ class Attempt:
 
     def narrow(self, rows: Sequence[int], tokens: int) -> None:
         """Log that only these of the scored rows are left, and how many tokens this attempt has written."""
-        self._note([self._step, rows, tokens])
+        self._note(["score", rows, tokens])
 
     def idle(self) -> None:
         """Log that no step is running."""
@@ -221,7 +217,7 @@ class Attempt:
             self.suspects[step].update(rows)
         # An attempt that was idle when it died (killed by the scheduler, or with its machine) accuses no row.
         running: list[Any] = json.loads(lines[-1]) if len(lines) > 1 else []
-        if running and running[0] != "elsewhere":
+        if running:
             step, rows = running[:2]
             known = set(state["suspects"][step])
             if step == "read" and known:
@@ -238,11 +234,13 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk."""
+    """The attempts at several chunks whose rows share batches; rows are numbered from chunk to chunk.
 
-    def __init__(self, attempts: Sequence[Attempt] = ()) -> None:
-        self.elsewhere = False
-        "Whether rows are scored in another process."
+    If each row is scored several `times`, the numbers are those of the answers.
+    """
+
+    def __init__(self, attempts: Sequence[Attempt] = (), times: int = 1) -> None:
+        self._times = times
         self._all: list[Attempt] = []
         self._starts = [0]
         self._rows: dict[int, set[int]] = {}
@@ -256,7 +254,7 @@ class Attempts:
         first = self._starts[-1]
         self._all += attempts
         self._starts += list(accumulate((one.rows for one in attempts), initial=first))[1:]
-        return first
+        return first * self._times
 
     @property
     def suspects(self) -> dict[Step, set[int]]:
@@ -264,7 +262,7 @@ class Attempts:
         found = [
             start + row for start, one in zip(self._starts, self._all, strict=False) for row in one.suspects["score"]
         ]
-        return {"score": set(found)}
+        return {"score": {row * self._times + one for row in found for one in range(self._times)}}
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
@@ -287,10 +285,10 @@ class Attempts:
         """
         own = self._split(rows)
         if tokens is not None:
-            counts = self._split(list(tokens))
-            self._tokens = {
-                number: sum(tokens[self._starts[number] + row] for row in some) for number, some in counts.items()
-            }
+            self._tokens = {}
+            for row, count in tokens.items():
+                number = bisect_right(self._starts, row // self._times) - 1
+                self._tokens[number] = self._tokens.get(number, 0) + count
         for number in self._rows.keys() - own.keys():  # a later death is not due to its rows
             self._leave(number)
             self._all[number].idle()
@@ -300,8 +298,7 @@ class Attempts:
                 self._all[number].narrow(some, count)
             else:
                 self._leave(number)
-                step: Step = "elsewhere" if self.elsewhere else "score"
-                self._steps[number] = self._all[number].running(step, some, len(rows), count)
+                self._steps[number] = self._all[number].running("score", some, len(rows), count)
                 self._steps[number].__enter__()
         self._rows = {number: set(some) for number, some in own.items()}
 
@@ -328,7 +325,7 @@ class Attempts:
     def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the rows of each chunk, as the chunk numbers them."""
         own: dict[int, list[int]] = {}
-        for row in sorted(rows):
+        for row in sorted({row // self._times for row in rows}):
             number = bisect_right(self._starts, row) - 1
             own.setdefault(number, []).append(row - self._starts[number])
         return own

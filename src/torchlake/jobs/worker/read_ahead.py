@@ -35,6 +35,8 @@ class Workspace:
     parts: PartFolder
     rows: str = ""
     "The folder or URL for the journals of chunks whose rows take long; empty for work without such rows."
+    samples: int = 1
+    "Rows that are written for each that is read."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def reading_ahead(
         if (item := next(items, None)) is None:  # waits until the engine has another chunk
             return None
         chunk, name = item
-        if (part := parts.find(name, chunk.index, chunk.rows)) is not None:
+        if (part := parts.find(name, chunk.index, chunk.rows * workspace.samples)) is not None:
             return lambda: [lost(part)]
         attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
@@ -165,6 +167,6 @@ def reading_ahead(
 
 def examples_of(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
     """Return up to three errors of a chunk's rows, each with its file and row."""
-    reasons = errors.to_pylist() if errors.null_count < len(errors) else []
+    reasons = errors.to_pylist()[:: max(1, len(errors) // chunk.rows)] if errors.null_count < len(errors) else []
     failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
     return tuple(f"{chunk.file} row {chunk.number(row)}: {reason}" for row, reason in failed)

@@ -50,9 +50,10 @@ class Writing:
     Its methods raise StorageError.
     """
 
-    def __init__(self, location: str, attempts: Attempts) -> None:
-        self.known: dict[int, np.ndarray] = {}
-        "The tokens of texts that have ended."
+    def __init__(self, location: str, attempts: Attempts, *, logprobs: bool) -> None:
+        self.known: dict[int, Text] = {}
+        "Texts that have ended."
+        self._logprobs = logprobs
         self.begun: dict[int, Text] = {}
         "What earlier attempts have written of others."
         self._location, self._attempts = location, attempts
@@ -70,11 +71,9 @@ class Writing:
             journal = Journal(self._location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
             self._starts.append(first)
             self._journals.append(journal)
-            known = {first + row: np.frombuffer(answer, "<i4") for row, answer in journal.known.items()}
+            known = {first + row: _text(answer, self._logprobs) for row, answer in journal.known.items()}
             self.known |= known
-            self.begun |= {
-                first + row: Text(tokens=np.frombuffer(answer, "<i4")) for row, answer in journal.begun.items()
-            }
+            self.begun |= {first + row: _text(answer, self._logprobs) for row, answer in journal.begun.items()}
             self._attempts.count(sorted(known))
             first += one.count
 
@@ -100,16 +99,16 @@ class Writing:
     def report(self, writer: Writer, ended: Sequence[Ended]) -> None:
         """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
         self._attempts.advance()
-        for one in (each for each in ended if each.error is None):
-            self.known[one.row] = one.text.tokens
+        for one in ended:
+            self.known[one.row] = one.text
             self._tokens[one.row] = self._new(one.row, one.text)
             journal, number = self._at(one.row)
-            journal.append(number, one.text.tokens.astype("<i4").tobytes())
+            journal.append(number, _record(one.text, self._logprobs))
         now = time.monotonic()
         if now - self._saved > PIECE_S:
             self._saved = now
             for row in writer.rows:
-                self._keep(row, writer.text(row).tokens)
+                self._keep(row, writer.text(row))
         if now - self._noted > NOTE_S:
             self._noted = now
             self._tokens |= {row: self._new(row, writer.text(row)) for row in writer.rows}
@@ -123,15 +122,31 @@ class Writing:
         return journal, row - self._starts[number]
 
     def _new(self, row: int, text: Text) -> int:
-        """Return how many tokens of a text are of this attempt."""
+        """Return how many tokens of the text are of this attempt."""
         return int((text.tokens >= 0).sum()) - len(self.begun.get(row, EMPTY).tokens)
 
-    def _keep(self, row: int, tokens: np.ndarray) -> None:
+    def _keep(self, row: int, text: Text) -> None:
         kept = self._kept.get(row, 0)
-        if len(tokens) > kept:  # not what is written again after an exception
+        if len(text.tokens) > kept:  # not what is written again after an exception
             journal, number = self._at(row)
-            journal.extend(number, 4 * kept, tokens[kept:].astype("<i4").tobytes())
-            self._kept[row] = len(tokens)
+            record = _record(text, self._logprobs)
+            start = kept * len(record) // len(text.tokens)
+            journal.extend(number, start, record[start:])
+            self._kept[row] = len(text.tokens)
+
+
+def _record(text: Text, logprobs: bool) -> bytes:
+    """Return tokens as bytes, with `logprobs` each beside its log-probability."""
+    columns = [text.tokens.astype("<i4")]
+    if logprobs:
+        known = np.zeros(len(text.tokens)) if text.logprobs is None else text.logprobs
+        columns.append(known.astype("<f4").view("<i4"))
+    return np.stack(columns, axis=1).tobytes()
+
+
+def _text(record: bytes, logprobs: bool) -> Text:
+    columns = np.frombuffer(record, "<i4").reshape(-1, 1 + logprobs)
+    return Text(tokens=columns[:, 0], logprobs=columns[:, 1].copy().view("<f4") if logprobs else None)
 
 
 def marks(features: Features) -> list[bytes]:

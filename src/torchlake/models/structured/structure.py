@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 KINDS = ("json_schema", "regex", "choices", "grammar")
-OPTIONS = (*KINDS, "json_columns")
+STRUCTURE_OPTIONS = (*KINDS, "json_columns")
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 "A random model would write spaces until the limit if any number of them were allowed."
 

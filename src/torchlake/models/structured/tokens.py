@@ -6,6 +6,7 @@ with one more space. WordPiece and others whose text is not that of its tokens, 
 """
 
 import json
+import re
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -22,47 +23,40 @@ if TYPE_CHECKING:
 
 SPACE = "\u2581"
 "Stands for a space in SentencePiece's vocabularies."
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": 1}'
 
 
-def token_bytes(folder: Path, *, ends: Sequence[int], size: int | None = None) -> "LLTokenizer":
-    """Return llguidance's tokenizer of a model folder, with the model's end tokens.
+def token_bytes(tokenizer: Any, *, ends: Sequence[int]) -> "LLTokenizer":
+    """Return llguidance's form of a tokenizer, with the model's end tokens.
 
-    `size`: the model's number of logits, which may be larger than the vocabulary. Raises UsageError for a tokenizer
-    whose text is not the sequence of its tokens' bytes.
+    Raises UsageError for a tokenizer whose text is not the sequence of its tokens' bytes.
     """
-    from llguidance import LLTokenizer
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-    tokenizer = load_tokenizer(folder)
+    folder = tokenizer.name_or_path
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise UsageError(f"{folder}: structured answers need a tokenizer.json, and its tokenizer has none.")
     backend.no_padding()
     backend.no_truncation()
-    known = backend.get_vocab_size(with_added_tokens=True)
-    stops = [end for end in ends if end < known]
-    total = max(size or known, known)
-    try:
-        made = LLTokenizer(backend.to_str(), n_vocab=total, eos_token=stops)
-    except ValueError as error:
-        if "decoder type" not in str(error):
-            raise
-        made = _of_pieces(folder, backend, total, stops)
-    return made
-
-
-def _of_pieces(folder: Path, backend: Any, total: int, ends: Sequence[int]) -> "LLTokenizer":
-    """Return the tokenizer of a vocabulary in which a piece is its text, with `SPACE` for a space."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
+    known = [end for end in ends if end < backend.get_vocab_size(with_added_tokens=True)]
     decoder = json.loads(backend.to_str()).get("decoder") or {}
-    if decoder.get("type") != "Metaspace":
-        kind = decoder.get("type", "without a decoder")
+    kinds = [one["type"] for one in decoder.get("decoders", [decoder] if decoder else [])]
+    if "Metaspace" in kinds:
+        made = LLTokenizer(TokenizerWrapper(_Pieces(backend, known)), eos_token=known)
+    elif {"ByteLevel", "ByteFallback"} & set(kinds):
+        made = LLTokenizer(backend.to_str(), eos_token=known)
+    else:
         raise UsageError(
             f"{folder}: structured answers need a tokenizer whose text is the sequence of its tokens, byte-level or "
-            f"SentencePiece; this one is {kind}."
+            f"SentencePiece; this one is {' and '.join(kinds) or 'without a decoder'}."
         )
-    return LLTokenizer(TokenizerWrapper(_Pieces(backend, total, ends)), eos_token=list(ends))
+    probe = backend.encode(PROBE, add_special_tokens=False).ids
+    read = made.decode_bytes(probe).decode("utf-8", "replace").lstrip()
+    if tokenizer.unk_token_id not in probe and read != PROBE:
+        raise UsageError(f"{folder}: structured answers need the bytes of all tokens, and {PROBE} is read as {read!r}.")
+    return made
 
 
 class _Pieces:
@@ -70,19 +64,18 @@ class _Pieces:
 
     bos_token_id = None
 
-    def __init__(self, backend: Any, total: int, ends: Sequence[int]) -> None:
+    def __init__(self, backend: Any, ends: Sequence[int]) -> None:
+        number_of = range(backend.get_vocab_size(with_added_tokens=True))
         added = backend.get_added_tokens_decoder()
+        pieces = [backend.id_to_token(number) for number in number_of]
         self.eos_token_id = ends[0]
-        self.special_token_ids = [number for number, one in added.items() if one.special]
-        known = backend.get_vocab_size(with_added_tokens=True)
-        pieces = [backend.id_to_token(number) or f"<{number}>" for number in range(known)]
-        self.special_token_ids += [number for number in range(known) if backend.id_to_token(number) is None]
-        self.tokens = [piece.replace(SPACE, " ").encode() for piece in pieces]
-        self.tokens += [f"<{number}>".encode() for number in range(known, total)]
-        self.special_token_ids += range(known, total)
+        self.special_token_ids = [
+            number for number in number_of if pieces[number] is None or (number in added and added[number].special)
+        ]
+        self.tokens = [_bytes_of(piece or f"<{number}>") for number, piece in enumerate(pieces)]
         special = set(self.special_token_ids)
         self._ids = {text: number for number, text in enumerate(self.tokens) if number not in special}
-        self._longest = max(map(len, self._ids))
+        self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return the longest token at each place; bytes without a token end the list."""
@@ -95,6 +88,11 @@ class _Pieces:
             found.append(self._ids[rest[:size]])
             rest = rest[size:]
         return found
+
+
+def _bytes_of(piece: str) -> bytes:
+    byte = BYTE.fullmatch(piece)
+    return piece.replace(SPACE, " ").encode() if byte is None else bytes.fromhex(byte[1])
 
 
 def removes_space(tokenizer: Any) -> bool:
@@ -114,7 +112,7 @@ def check_structure(structure: Structure, folder: Path, *, ends: Sequence[int], 
         return
     check_installed(structure)
     compiled(structure)
-    tokens = token_bytes(folder, ends=ends)
+    tokens = token_bytes(load_tokenizer(folder), ends=ends)
     least = shortest_text(structure)
     if least is None:
         return

@@ -21,7 +21,7 @@ from torchlake.outputs.target import Target
 from torchlake.outputs.transaction import Transaction
 from torchlake.storage.folders import folder_at
 from torchlake.storage.urls import is_url
-from torchlake.tables.plan import Chunk
+from torchlake.tables.plan import Chunk, samples_of
 
 
 def damage(target: Target, record: Mapping[str, Any], *, thorough: bool) -> str | None:
@@ -54,8 +54,9 @@ def keep_sound_parts(write: Transaction, published: JobSpec | None) -> None:
     covered = {chunk for part in kept for chunk in part.all_chunks}
     if place != folder.location:  # all commits to a bucket have their parts in one folder, which is listed once
         sizes = _sizes(folder.location)
+    samples = samples_of(write.job.fingerprint)
     staged = [
-        (folder, name, chunk.index, chunk.rows)
+        (folder, name, chunk.index, chunk.rows * samples)
         for name, chunk in expected.items()
         if f"{folder.below}{name}" in sizes and chunk.index not in covered
     ]

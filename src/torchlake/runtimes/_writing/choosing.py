@@ -1,6 +1,7 @@
 """Which token comes next: the scores of every row in, a token of every row out.
 
-    scores (B, V) -> tokens that its grammar allows -> temperature, top_k, top_p -> the row's own draw -> tokens (B,)
+    scores (B, V) -> penalties -> tokens that the row's grammar allows -> temperature, top_k, top_p, min_p -> the row's
+    own draw -> tokens (B,)
 
 Each row has its own options and draws, so its tokens do not depend on the rows beside it. Rows of equal options are
 computed together.
@@ -12,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from torchlake.models.generation import NON_FINITE, STUCK, GenerationOptions
 from torchlake.runtimes._writing import grammar
@@ -24,7 +30,8 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     infinity, STUCK where the row's grammar allows no token that the model may write."""
     # The maximum is NaN if any score is.
     finite = torch.isfinite(scores.amax(-1)).cpu().numpy()
-    scores, stuck = masked(scores, rows)
+    given = scores
+    scores, stuck = masked(penalized(scores, rows), rows)
     tokens = np.empty(len(rows), np.int64)
     groups: dict[GenerationOptions, list[int]] = {}
     for place, row in enumerate(rows):
@@ -34,8 +41,38 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
         drawn = [rows[place].drawn[len(rows[place].tokens)] for place in places] if options.temperature else []
         tokens[places] = _chosen(some, options, np.array(drawn)).cpu().numpy()
     tokens[stuck] = STUCK
+    if any(row.logprobs is not None for row in rows):
+        chosen = torch.from_numpy(tokens.clip(min=0))[:, None].to(given.device)
+        found = given.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+        for row, logprob in zip(rows, found, strict=True):
+            row.logprob = logprob
     tokens[~finite] = NON_FINITE
     return tokens
+
+
+def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return the scores with the penalties of tokens that were there before, and without ends that come too early."""
+    changed: torch.Tensor | None = None
+    for place, row in enumerate(rows):
+        own, written = row.options, len(row.tokens)
+        counted = own.presence_penalty != 0 or own.frequency_penalty != 0
+        early = written < own.min_new_tokens
+        if not early and not counted and own.repetition_penalty == 1:
+            continue
+        if changed is None:
+            changed = scores.float().clone()
+        if own.repetition_penalty != 1:
+            seen = np.unique(np.array(row.tokens if row.reads_apart else [*row.prompt, *row.tokens], np.int64))
+            at = torch.from_numpy(seen).to(scores.device)
+            some = changed[place, at]
+            changed[place, at] = torch.where(some < 0, some * own.repetition_penalty, some / own.repetition_penalty)
+        if counted and written:
+            numbers, counts = np.unique(np.array(row.tokens, np.int64), return_counts=True)
+            less = torch.from_numpy(own.presence_penalty + own.frequency_penalty * counts).to(changed)
+            changed[place, torch.from_numpy(numbers).to(scores.device)] -= less
+        if early:
+            changed[place, list(row.ends)] = -torch.inf
+    return scores if changed is None else changed
 
 
 def look_ahead(rows: Sequence[Row]) -> None:
@@ -82,6 +119,8 @@ def _chosen(scores: torch.Tensor, options: GenerationOptions, drawn: np.ndarray)
         warpers.append(TopKLogitsWarper(options.top_k))
     if options.top_p is not None and options.top_p < 1:
         warpers.append(TopPLogitsWarper(options.top_p))
+    if options.min_p is not None:
+        warpers.append(MinPLogitsWarper(options.min_p))
     possible: Any = scores.float()
     for warper in warpers:
         possible = warper(None, possible)

@@ -10,13 +10,11 @@ schema are spelled as in the texts that the model has learned. The state of a ma
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchlake.models.load import load_tokenizer
 from torchlake.models.structured.structure import Structure, compiled
 from torchlake.models.structured.tokens import removes_space, token_bytes
 
@@ -24,11 +22,11 @@ from torchlake.models.structured.tokens import removes_space, token_bytes
 class Grammar:
     """A compiled grammar, and the threads that compute masks."""
 
-    def __init__(self, structure: Structure, folder: Path, ends: tuple[int, ...]) -> None:
+    def __init__(self, structure: Structure, tokenizer: Any, ends: tuple[int, ...]) -> None:
         from llguidance import LLExecutor, LLMatcher
 
-        self.tokens, space = token_bytes(folder, ends=ends), removes_space(load_tokenizer(folder))
-        self.matcher = LLMatcher(self.tokens, compiled(structure, space=space), log_level=0)
+        self.tokens = token_bytes(tokenizer, ends=ends)
+        self.matcher = LLMatcher(self.tokens, compiled(structure, space=removes_space(tokenizer)), log_level=0)
         self._executor = LLExecutor(torch.get_num_threads())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
@@ -101,12 +99,12 @@ class Guide:
 
 def guide_of(structure: Structure, tokenizer: Any, ends: Sequence[int], begun: Sequence[int]) -> Guide:
     """Return the guide of a row whose text begins with some tokens."""
-    return Guide(_grammar_of(structure, tokenizer.name_or_path, tuple(ends)), begun)
+    return Guide(_grammar_of(structure, tokenizer, tuple(ends)), begun)
 
 
 @lru_cache(maxsize=8)
-def _grammar_of(structure: Structure, folder: str, ends: tuple[int, ...]) -> Grammar:
-    return Grammar(structure, Path(folder), ends)
+def _grammar_of(structure: Structure, tokenizer: Any, ends: tuple[int, ...]) -> Grammar:
+    return Grammar(structure, tokenizer, ends)
 
 
 def start(guides: Sequence[Guide]) -> None:

@@ -27,7 +27,12 @@ class Row:
     "Those that are written; the end token is none of them."
     limit: int
     "The most tokens of the text."
+    reads_apart: bool = False
+    "Whether an encoder reads the prompt, which then is no beginning of the text."
     logprobs: list[float] | None = None
+    "The log-probability of each token, of the end token too; None: not asked for."
+    logprob: float = 0.0
+    "That of the next token, once it is chosen."
     guide: Guide | None = field(init=False, default=None)
     "What the text may continue with; None: with all tokens."
     reason: str | None = None
@@ -41,29 +46,43 @@ class Row:
 
     def __post_init__(self) -> None:
         self.drawn = draws(self.prompt, self.options)
+        self.ends = (*self.ends, *self.options.stop_token_ids)
+        if self.options.logprobs is not None and self.logprobs is None:
+            self.logprobs = []
         self._last: int | None = None
         if self.options.structure is not None:
             self.guide = guide_of(self.options.structure, self.tokenizer, self.ends, self.tokens)
         self._end()
 
-    def take(self, token: int, logprob: float | None = None) -> None:
+    def take(self, token: int) -> None:
         """Add the next token, END or NON_FINITE included; sets `reason` if the text ends there."""
         if token in (NON_FINITE, STUCK) or token in self.ends:
             self.reason, self._last = "stop", token if token < 0 else END
+            self._note()
         else:
             self.tokens.append(token)
+            self._note()
             if self.guide is not None:
                 self.guide.take(token)
             self._end()
-        if self.logprobs is not None and logprob is not None and self._last != NON_FINITE:
-            self.logprobs.append(logprob)
+
+    def _note(self) -> None:
+        if self.logprobs is not None and self._last != NON_FINITE:
+            self.logprobs.append(self.logprob)
 
     def _end(self) -> None:
         """Set `reason` if the text ends after its last token."""
         stop = self.options.stop
         if self.guide is not None and self.guide.complete:
-            self.reason, self._last = "stop", END  # without a step for the end token
-        elif stop and self.tokens and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None:
+            self.reason, self._last = "stop", END  # without a step for the end token, which is certain
+            if self.logprobs is not None:
+                self.logprobs.append(0.0)
+        elif (
+            stop
+            and self.guide is None
+            and self.tokens
+            and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None
+        ):
             self.reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.reason = "length"
@@ -73,10 +92,11 @@ class Row:
 
         The model reads them together, without a pass for each.
         """
-        if self.guide is None or self.reason is not None or len(self.guide.forced()) < least:
-            return
-        while self.reason is None and (forced := self.guide.forced()):
-            self.take(forced[0], 0.0)
+        if self.guide is None or self.logprobs is not None or self.reason is not None:
+            return  # the log-probabilities of tokens need their scores
+        if len(self.guide.forced()) >= least:
+            while self.reason is None and (forced := self.guide.forced()):
+                self.take(forced[0])
 
     def __len__(self) -> int:
         """Return the number of its tokens, those of the prompt included."""

@@ -7,7 +7,7 @@ known already (a prompt, what an earlier attempt has written, what a grammar for
 scores. Beginnings that rows share are computed once (`prefix.py`).
 
 For causal models whose cache holds keys and values of every token. `session_of` tries it on the model itself; other
-models are written by `static.py`, as are rows longer than a sliding window.
+models are written by `static.py`, as are rows longer than a sliding window and beams.
 """
 
 import inspect
@@ -59,7 +59,8 @@ class RefillingWriter:
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row."""
-        if self._window is not None and len(ids) + options.max_new_tokens > self._window:
+        longer = self._window is not None and len(ids) + options.max_new_tokens > self._window
+        if longer or options.num_beams > 1:
             self._static.add(row, ids, options, begun)
         else:
             self._rows[row] = self._static.row_of(row, ids, options, begun)

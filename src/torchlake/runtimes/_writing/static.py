@@ -101,6 +101,8 @@ class StaticWriter:
             ends=self.ends,
             tokenizer=self._tokenizer,
             tokens=begun.tokens.tolist(),
+            reads_apart=self._apart,
+            logprobs=None if begun.logprobs is None else begun.logprobs.tolist(),
             limit=options.max_new_tokens - self._unwritten,
         )
         if not self._apart:  # else the model may force the first token
@@ -113,8 +115,9 @@ class StaticWriter:
 
     def step(self, report: Report) -> None:
         """Write a batch: the rows of which as many tokens are written already, the longest texts first."""
+        rows = self._batch()
         try:
-            self._write(self._batch(), report)
+            (self._write if rows[0].options.num_beams == 1 else self._search)(rows, report)
         except BaseException:
             self.clear()
             raise
@@ -151,6 +154,33 @@ class StaticWriter:
                 stopping_criteria=[_Stopping(choosing, tell)],
                 synced_gpus=self._together,
             )
+
+    def _search(self, rows: Sequence[Row], report: Report) -> None:
+        """Write a batch by beam search: of each row the beam with the highest mean log-probability."""
+        own = rows[0].options
+        config = self._config(max(row.limit for row in rows))
+        config.update(
+            num_beams=own.num_beams,
+            eos_token_id=[*rows[0].ends],
+            min_new_tokens=own.min_new_tokens or None,
+            repetition_penalty=None if own.repetition_penalty == 1 else own.repetition_penalty,
+            return_dict_in_generate=True,
+            output_scores=own.logprobs is not None,
+        )
+        with self._without_gradients():
+            sent = {name: torch.from_numpy(each).to(self._model.device) for name, each in self._inputs(rows).items()}
+            found = self._model.generate(**sent, generation_config=config, synced_gpus=self._together)
+            before = 1 if self._apart else sent["input_ids"].shape[1]
+            logprobs: Any = [()] * len(rows)
+            if own.logprobs is not None:
+                logprobs = self._model.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
+        for row, tokens, each in zip(rows, found.sequences[:, before:].tolist(), logprobs, strict=True):
+            for place, token in enumerate(tokens):
+                if row.reason is None:
+                    row.logprob = float(each[place]) if own.logprobs is not None else 0.0
+                    row.take(token)
+            del self._rows[row.number]
+        report([row.ended for row in rows])
 
     def _inputs(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         """Return the inputs of `generate`: prompts (B, L), and the texts that were begun."""

@@ -20,7 +20,7 @@ from torchlake.storage.urls import is_url
 from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.keys import Keys, row_ids
-from torchlake.tables.plan import Chunk
+from torchlake.tables.plan import SAMPLE, Chunk
 from torchlake.tables.reading import ChunkReader
 
 
@@ -37,6 +37,8 @@ class PartCheck:
     "Names of the unchanged inputs, with whose keys the parts are compared."
     logged: Mapping[str, Logged]
     "What a table's log says about the parts, by name; readers find rows by it."
+    samples: int = 1
+    "Rows that were written for each that was read; the column `sample` numbers them."
 
 
 @dataclass(kw_only=True)
@@ -60,12 +62,14 @@ def check_parts(check: PartCheck, parts: Sequence[tuple[dict[str, Any], Sequence
         reader.close()
 
 
-def keys_of(key: str, files: Sequence[str]) -> Iterator[Keys]:
-    """Yield the keys of parts; those of failed rows may be null."""
+def keys_of(key: str, files: Sequence[str], *, sampled: bool = False) -> Iterator[Keys]:
+    """Yield the keys of parts, `sampled` with the number of the sample; those of failed rows may be null."""
     for file in files:
-        rows = _read(file, [key, "error"])
-        failed = _not_null(rows["error"]) if "error" in rows.column_names else ()
-        yield Keys(os.path.basename(file), 0, rows[key], failed)
+        rows = _read(file, [key, "error", *([SAMPLE] if sampled else [])])
+        failed, keys = _not_null(rows["error"]) if "error" in rows.column_names else (), rows[key]
+        if sampled:
+            keys = pc.binary_join_element_wise(keys.cast(pa.string()), rows[SAMPLE].cast(pa.string()), " sample ")
+        yield Keys(os.path.basename(file), 0, keys, failed)
 
 
 def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chunks: Sequence[Chunk]) -> CheckedPart:
@@ -90,7 +94,7 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
         seen.problems.append(f"{name}: cannot be read: {error}")
         return seen
     # A file of one partition has only some of the rows of its chunks.
-    expected = part["rows"] if part.get("partition") else sum(chunk.rows for chunk in chunks)
+    expected = part["rows"] if part.get("partition") else check.samples * sum(chunk.rows for chunk in chunks)
     if seen.rows != expected:
         seen.problems.append(f"{name}: has {seen.rows:,} rows, but {expected:,} in the plan.")
     if columns.equals(schema) if isinstance(schema, pa.Schema) else as_names(columns) == schema:
@@ -184,20 +188,24 @@ def _check_identity(
 
     `some`: the part has only some of them.
     """
-    first, name = chunks[0], os.path.basename(file)
+    first, name, every = chunks[0], os.path.basename(file), 1 if some else check.samples
+    if every > 1:
+        numbers = _read(file, [SAMPLE])[SAMPLE].to_numpy()
+        if not np.array_equal(numbers, np.tile(np.arange(every), len(numbers) // every)):
+            return [f"{name}: its samples are not 0 to {every - 1} of each row."]
     place = f"{'among ' if some else ''}those of {first.name} from row {first.first_row:,}."
     if check.row_ids:
         ids = _read(file, ["row_id"])["row_id"].combine_chunks()
         expected = pa.chunked_array([row_ids(chunk) for chunk in chunks], pa.string())
-        if ids.type != pa.string() or not _are(pa.chunked_array([ids]), expected, some=some):
+        if ids.type != pa.string() or not _are(pa.chunked_array([ids[::every]]), expected, some=some):
             return [f"{name}: its row ids are not {place}"]
         return []
     if check.key is None or any(chunk.name not in check.unchanged for chunk in chunks):
         return []
-    written = _read(file, [check.key])[check.key]
+    written = _read(file, [check.key])[check.key].combine_chunks()[::every]
     read = pa.chunked_array([one for chunk in chunks for one in reader.read(chunk)[0][check.key].chunks])
     try:
-        same = _are(written, read.cast(written.type), some=some)
+        same = _are(pa.chunked_array([written]), read.cast(written.type), some=some)
     except pa.ArrowException:
         same = False
     return [] if same else [f"{name}: its keys are not {place}"]

@@ -21,7 +21,7 @@ from torchlake.storage.errors import library_errors
 from torchlake.storage.spread import Spread, in_process
 from torchlake.storage.urls import is_url
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
-from torchlake.tables.plan import ChunkPlan, plan_from_json
+from torchlake.tables.plan import ChunkPlan, plan_from_json, samples_of
 from torchlake.tables.record import PLAN, SEAL, recorded_schema, sealed
 from torchlake.tables.verification.inputs import other_files, selection_note, unchanged_inputs
 from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
@@ -87,11 +87,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
     key = record["fingerprint"].get("key")
     key = key if isinstance(key, str) and key in record["schema"] else None
-    row_ids = key is None and "row_id" in record["schema"]
-    unchanged = unchanged_inputs(plan, found.notes)
-    check = PartCheck(
-        folder=one.folder, schema=schema, key=key, row_ids=row_ids, unchanged=unchanged, logged=one.logged
-    )
+    row_ids, samples = key is None and "row_id" in record["schema"], samples_of(record["fingerprint"])
+    facts: Any = {"folder": one.folder, "logged": one.logged, "unchanged": unchanged_inputs(plan, found.notes)}
+    check = PartCheck(schema=schema, key=key, row_ids=row_ids, samples=samples, **facts)
     tasks = [(part, [chunks[chunk] for chunk in _chunks_of(part) if chunk in chunks]) for part in parts]
     sizes = [max(0, int(part["bytes"])) for part in parts]
     bundles = bundled(tasks, sizes, BUNDLE_BYTES)
@@ -108,7 +106,7 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
                 sound.append((seen.file, seen.rows))
     if whole:
         found.problems += _total_problems(record, plan, rows, failed)
-    found.rows_in += plan.rows if whole else rows
+    found.rows_in += plan.rows if whole else rows // check.samples
     found.rows_out += rows
     found.rows_failed += failed
     note = selection_note(plan)
@@ -123,7 +121,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
         shared = one.live is None and os.access(one.folder, os.W_OK)
         folder = Path(one.folder) if shared else None
         compare = spread if shared else in_process
-        problem = key_problem(partial(keys_of, unique), items, rows=rows, spread=compare, scratch=folder)
+        problem = key_problem(
+            partial(keys_of, unique, sampled=check.samples > 1), items, rows=rows, spread=compare, scratch=folder
+        )
         if problem is not None:
             found.problems.append(f"The key {unique!r} {problem}.")
 
@@ -145,8 +145,10 @@ def _total_problems(record: dict[str, Any], plan: ChunkPlan, rows: int, failed: 
         problems.append(
             f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, duplicate: {doubled})."
         )
-    if rows != plan.rows:
-        problems.append(f"{rows:,} rows out, {plan.rows:,} rows in.")
+    samples = samples_of(record["fingerprint"])
+    if rows != plan.rows * samples:
+        each = f", {samples:,} rows for each" if samples > 1 else ""
+        problems.append(f"{rows:,} rows out, {plan.rows:,} rows in{each}.")
     if (record["rows"], record["failed"]) != (rows, failed):
         problems.append(
             f"The record has {record['rows']:,} rows, {record['failed']:,} of them failed; the parts have {rows:,} and "

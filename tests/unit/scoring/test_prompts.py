@@ -1,0 +1,180 @@
+"""Prompts from columns, system texts, examples, tools, options of the template: the texts of the same by hand."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+import tiny
+import torchlake as tl
+from torchlake import plugins
+from torchlake.errors import FingerprintError, TableError, UsageError
+from torchlake.models.generation import without_reasoning
+from torchlake.tasks._prompts import with_prompts
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | length }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} </s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not (quick | default(false)) %}<think>{% endif %}{% endif %}"
+    "{# </think> #}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+ROWS = pa.table(
+    {
+        "title": ["good film", None, "bad", None],
+        "body": ["we like it", "boring", None, None],
+        "stars": pa.array([5, 1, None, None], pa.int64()),
+        "tools": [json.dumps(TOOLS), None, None, None],
+    }
+)
+USERS = ["good film", None, "bad", None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.build_language_model(tmp_path_factory.mktemp("prompts") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def written(model: Path, table: pa.Table = ROWS, **options: Any) -> list[tuple[Any, Any, Any]]:
+    done = tl.predict(model, table, max_new_tokens=5, max_error_rate=1.0, engine=tiny.Here(), **options)
+    rows = done.to_pylist()  # a template without marks has no reasoning
+    return [(row.get("reasoning"), row["generated_text"], row["error"]) for row in rows]
+
+
+def texts(model: Path, prompts: list[str | None]) -> list[Any]:
+    """Reasoning and answer to each text as it is, whether or not its marks are in the prompt."""
+    found = written(model, pa.table({"text": pa.array(prompts, pa.string())}))
+    return [None if error else f"{reasoning or ''}{text}" for reasoning, text, error in found]
+
+
+def joined(found: list[tuple[Any, Any, Any]]) -> list[Any]:
+    return [None if error else f"{reasoning or ''}{text}" for reasoning, text, error in found]
+
+
+def test_prompts_are_made_from_columns(model: Path, tmp_path: Path) -> None:
+    found = written(model, prompt="{title} {stars}: {{x}} {body}\n")
+    assert joined(found) == texts(model, ["good film 5: {x} we like it\n", " 1: {x} boring\n", "bad : {x} \n", None])
+    assert [error for *_, error in found] == [None, None, None, "null_input"]
+    seq2seq = tiny.build_encoder_decoder(tmp_path / "t5")
+    options: dict[str, Any] = {"max_new_tokens": 5, "max_error_rate": 1.0, "engine": tiny.Here()}
+    made = tl.predict(seq2seq, ROWS, prompt="{title}!", **options)["generated_text"].to_pylist()
+    alone = tl.predict(seq2seq, pa.table({"text": ["good film!", "bad!"]}), **options)["generated_text"].to_pylist()
+    assert [made[0], made[2]] == alone
+
+
+def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def rendered(*before: tuple[str, str], **options: Any) -> list[str | None]:
+        chats = [[*before, ("user", user)] if user else None for user in USERS]
+        return [
+            chat
+            and tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in chat],
+                tokenize=False,
+                **{"add_generation_prompt": True, **options},
+            )
+            for chat in chats
+        ]
+
+    system, shown = ("system", "be brief"), (("user", "a"), ("assistant", "b"))
+    few = [{"title": "a", "answer": "b"}]
+    assert joined(written(model, prompt="{title}", chat=True)) == texts(model, rendered())
+    assert joined(written(model, text="title", system="be brief")) == texts(model, rendered(system))
+    assert joined(
+        written(model, prompt="{title}", system="be brief", examples=few, template_options={"quick": True})
+    ) == texts(model, rendered(system, *shown, quick=True))
+    assert joined(written(model, prompt="{title}", tools=TOOLS)) == texts(model, rendered(tools=TOOLS))
+    by_row = [*rendered(tools=TOOLS)[:1], *rendered()[1:]]
+    assert joined(written(model, text="title", tools="tools")) == texts(model, by_row)
+    for own in ("{{ messages[-1].content }}!", "{{ messages[-1].content }}{{ quick }}"):
+        made = written(model, text="title", chat_template=own, template_options={"quick": "!"})
+        assert joined(made) == texts(model, [user and f"{user}!" for user in USERS])
+    as_text = [user and f"a b\n\n{user}" for user in USERS]
+    assert joined(written(model, prompt="{title}", examples=few)) == texts(model, as_text)
+
+
+def test_unfinished_answers_are_continued_if_that_is_asked_for(model: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
+    table = pa.table({"messages": [turns, turns[:1]]})
+    assert [error and error[:30] for *_, error in written(model, table)] == ["bad_chat: it ends with the ass", None]
+    found = written(model, table, continue_final_message=True)
+    assert joined(found) == texts(model, ["<user> hi </s><assistant> I am", "<user> hi </s><assistant><think>"])
+    assert found[0][0] is None
+    assert found[1][0] is not None, "its prompt ends with the mark of reasoning"
+
+
+def test_prompts_are_part_of_the_job(model: Path, tmp_path: Path) -> None:
+    pq.write_table(ROWS, tmp_path / "rows.parquet")
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    options: dict[str, Any] = {"prompt": "{title}", "system": "a", "tools": str(tmp_path / "tools.json")}
+    options |= {"max_new_tokens": 2, "max_error_rate": 1.0, "engine": tiny.Here()}
+    tl.predict(model, tmp_path / "rows.parquet", tmp_path / "out", **options)
+    assert tl.verify(tmp_path / "out").problems == []
+    for changed in ({"system": "b"}, {"prompt": "{title}."}, {"tools": None}, {"template_options": {"quick": True}}):
+        with pytest.raises(FingerprintError, match="prompts"):
+            tl.predict(model, tmp_path / "rows.parquet", tmp_path / "out", **{**options, **changed})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"prompt": "{titel}"}, UsageError, "no column 'titel'. Did you mean 'title'"),
+        ({"prompt": "{title!r}"}, UsageError, "nothing else in them"),
+        ({"prompt": "{"}, UsageError, "write a brace itself as"),
+        ({"prompt": "none"}, UsageError, "needs the names of columns"),
+        ({"prompt": "{title}", "text": "body"}, UsageError, "leave one of them out"),
+        ({"prompt": "{title}", "continue_final_message": True}, UsageError, "for a column of conversations"),
+        ({"text": "title", "tools": "nothing.json"}, UsageError, "No such file"),
+        ({"text": "title", "tools": "toolz"}, TableError, "no tools column 'toolz'"),
+        ({"text": "title", "template_options": {"messages": 1}}, UsageError, "torchlake sets it"),
+        ({"prompt": "{title}", "examples": [{"body": "a"}]}, UsageError, "no column 'title'"),
+        ({"prompt": "{title}", "examples": [{"title": "a", "x": "b", "y": "c"}]}, UsageError, "has x, y"),
+        ({"prompt": "{title}", "examples": [{"title": "a", "x": None}]}, UsageError, "row 0 lacks"),
+    ],
+)
+def test_bad_prompts_are_refused_in_words(model: Path, options: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        written(model, **options)
+
+
+def test_columns_are_found_by_name_unless_the_prompt_names_them(model: Path) -> None:
+    found = written(model, pa.table({"prompt": ["good film"]}))
+    assert joined(found) == texts(model, ["good film"])
+    with pytest.raises(UsageError, match="no column 'text'"):
+        written(model, pa.table({"prompt": ["good film"]}), prompt="{text}")
+
+
+def test_options_without_effect_are_named(model: Path, tiny_bert: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        written(model, text="title", template_options={"quik": True})
+    assert "does not use 'quik'" in caplog.text
+    seq2seq = plugins.load("tasks", "text2text_generation")
+    for task, words in ((seq2seq, "reads text"), (plugins.load("tasks", "text_classification"), "generation only")):
+        with pytest.raises(UsageError, match=words):
+            with_prompts({"system": "x"}, task, tiny.SPEC, tiny_bert, chat=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "reasoning", "answer"),
+    [
+        ("<think>\na\n</think>\n\nb", False, "a", "b"),
+        ("a</think>b", True, "a", "b"),
+        ("a</think>b", False, "a", "b"),
+        ("<think>a", False, "a", ""),
+        ("a", True, "a", ""),
+        ("a <think>b</think>", False, None, "a <think>b</think>"),
+        ("a", False, None, "a"),
+    ],
+)
+def test_reasoning_is_between_marks(text: str, begun: bool, reasoning: str | None, answer: str) -> None:
+    assert without_reasoning(text, ("<think>", "</think>"), begun=begun) == (reasoning, answer)
