@@ -160,12 +160,16 @@ def test_what_rows_share_is_computed_once_and_places_are_filled(tmp_path: Path) 
         Prompt(row=row, ids=np.append(head, [70 + row, 7]), options=GenerationOptions(max_new_tokens=1 + 5 * (row % 4)))
         for row in range(8)
     ]
-    expected, static_passes, static_tokens = write(static, rows), len(computed), sum(computed)
+    budget = Budget(tokens=10**4, rows=3)
+    expected, static_passes, static_tokens = write(static, rows, budget), len(computed), sum(computed)
     computed.clear()
-    assert write(session, rows) == expected
+    assert write(session, rows, budget) == expected
     assert sum(computed) < 64 + 8 * (2 + 16), "the beginning once, not eight times"
     assert static_tokens > 8 * 64
     assert len(computed) < static_passes
+    computed.clear()
+    assert write(session, rows, Budget(tokens=1, rows=1)) == expected, "one after the other"
+    assert sum(computed) < 64 + 8 * (2 + 16)
 
 
 def row(number: int, ids: Sequence[int]) -> Row:

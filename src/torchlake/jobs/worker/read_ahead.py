@@ -63,6 +63,10 @@ More = Callable[[], Sequence[Ready[Read]]]
 "Returns further chunks that are ready, which then are being worked on, too."
 
 
+Write = Callable[[Sequence[Ready[Read]], More[Read]], Generator[tuple[Ready[Read], Result], None, None]]
+"Yields the result of each chunk when its part is written."
+
+
 def _ready(future: Future[Any]) -> Any:
     """Return what a future has returned; None while it runs, and after an error, which `result` raises later."""
     return future.result() if future.done() and future.exception() is None else None
@@ -74,12 +78,32 @@ def _close(futures: Iterable[Future[Any]]) -> None:
             one.attempt.close()
 
 
+def _finish(write: "Write[Read, Result]", group: Sequence[Ready[Read]], more: More[Read]) -> Iterator[Result]:
+    """Yield the results of a group, and of what `more` adds to it; each attempt ends with its result."""
+    opened = [one.attempt for one in group]
+
+    def further() -> Sequence[Ready[Read]]:
+        ahead = more()
+        opened.extend(one.attempt for one in ahead)
+        return ahead
+
+    try:
+        with closing(write(group, further)) as results:
+            for one, result in results:
+                opened.remove(one.attempt)
+                one.attempt.close()
+                yield result
+    finally:
+        for attempt in opened:
+            attempt.close()
+
+
 def reading_ahead(
     workspace: Workspace,
     limit_s: float,
     *,
     read: Callable[[Chunk, Attempt], Read],
-    write: Callable[[Sequence["Ready[Read]"], "More[Read]"], Generator[tuple["Ready[Read]", Result], None, None]],
+    write: "Write[Read, Result]",
     lost: Callable[[Part], Result],
     most: int = 1,
 ) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Result]]:
@@ -101,24 +125,6 @@ def reading_ahead(
             attempt.close()
             raise
 
-    def finish(group: Sequence[Ready[Read]], more: More[Read]) -> Iterator[Result]:
-        opened = [one.attempt for one in group]
-
-        def further() -> Sequence[Ready[Read]]:
-            ahead = more()
-            opened.extend(one.attempt for one in ahead)
-            return ahead
-
-        try:
-            with closing(write(group, further)) as results:
-                for one, result in results:
-                    opened.remove(one.attempt)
-                    one.attempt.close()
-                    yield result
-        finally:
-            for attempt in opened:
-                attempt.close()
-
     def begin(items: Iterator[tuple[Chunk, str]]) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
         """Pull a chunk and read it; if it must run alone, or is done, return the function that gives its result."""
         if (item := next(items, None)) is None:  # waits until the engine has another chunk
@@ -128,7 +134,7 @@ def reading_ahead(
             return lambda: [lost(part)]
         attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
-            return lambda: finish([start(chunk, name, attempt)], list)
+            return lambda: _finish(write, [start(chunk, name, attempt)], list)
         return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
@@ -160,7 +166,7 @@ def reading_ahead(
                     yield from begun()
                     waiting.append(thread.submit(pull))
                 else:
-                    yield from finish([begun, *further(most - 1)], partial(further, most))
+                    yield from _finish(write, [begun, *further(most - 1)], partial(further, most))
 
     return worker
 

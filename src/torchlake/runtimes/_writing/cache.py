@@ -96,7 +96,7 @@ class Slots:
         return self.cache.layers
 
     def reserve(self, slots: int, positions: int, used: int, width: int) -> None:
-        """Make space for so many rows of so many positions; the first `used` slots keep `width` positions.
+        """Make space for `slots` rows of `positions` tokens; the first `used` slots keep `width` positions.
 
         The tensors grow when they must, and change their shape when that is enough.
         """

@@ -28,7 +28,7 @@ class Row:
     limit: int
     "The most tokens of the text."
     reads_apart: bool = False
-    "Whether an encoder reads the prompt, which then is no beginning of the text."
+    "Whether an encoder reads the prompt: the text does not begin with it."
     logprobs: list[float] | None = None
     "The log-probability of each token, of the end token too; None: not asked for."
     logprob: float = 0.0

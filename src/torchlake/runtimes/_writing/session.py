@@ -44,6 +44,8 @@ class RefillingWriter:
         self._slots, self._beginnings = Slots(layers), Beginnings()
         self._running: list[Row] = []
         "The row of each slot."
+        self._last: Row | None = None
+        "The row that ended last, if no row is running: its beginning is still in the first slot."
         self._added: list[Row] = []
         self._rows: dict[int, Row] = {}
         "All of them, by number."
@@ -92,7 +94,7 @@ class RefillingWriter:
                 del self._rows[row.number]
             report([row.ended for row in done])
         except BaseException:
-            self._running, self._added, self._rows, self._beginnings = [], [], {}, Beginnings()
+            self._running, self._added, self._rows, self._beginnings, self._last = [], [], {}, Beginnings(), None
             self._slots = Slots(len(self._slots.cache))  # after a lack of memory, not even the cache is kept
             self._static.clear()
             raise
@@ -104,9 +106,9 @@ class RefillingWriter:
         self._added = []
         if rows:
             longest = max(len(row.prompt) + row.limit for row in (*rows, *self._running))
-            used = len(self._running)
-            width = max((row.filled for row in self._running), default=0)
-            self._slots.reserve(used + len(rows), longest, used, width)
+            kept = self._running or ([] if self._last is None else [self._last])
+            width = min(longest, max((row.filled for row in kept), default=0))
+            self._slots.reserve(len(self._running) + len(rows), longest, len(kept), width)
         while rows:
             found = {row.number: self._beginnings.find(row.prompt) for row in rows}
             alike, first = leader(rows)
@@ -126,6 +128,9 @@ class RefillingWriter:
         slot, offset = len(self._running), found[0][0]
         if offset:
             self._slots.copy([source.slot for _, source in found if source is not None], slot, offset)
+        if self._last is not None:  # its slot is taken
+            self._beginnings.remove(self._last)
+            self._last = None
         self._fill(slot, [row.known[offset:-1] for row in rows], offset)
         for row in rows:
             row.slot, row.filled = len(self._running), len(row) - 1
@@ -168,10 +173,14 @@ class RefillingWriter:
         """Take out the rows that have ended, and return them. The last ones get their slots."""
         done = [row for row in reversed(self._running) if row.reason is not None]
         for row in done:
-            self._beginnings.remove(row)
-            if row.text.tokens[-1:].tolist() == [NON_FINITE]:
+            finite = row.text.tokens[-1:].tolist() != [NON_FINITE]
+            if not finite:
                 self._slots.clean(row.slot)
             last = self._running.pop()
+            if finite and not self._running:
+                self._last = row
+            else:
+                self._beginnings.remove(row)
             if last is not row:
                 self._slots.move(last.slot, row.slot, last.filled)
                 last.slot = row.slot

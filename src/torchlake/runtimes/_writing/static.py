@@ -60,7 +60,7 @@ class StaticWriter:
         if options.language is not None:
             self._own["forced_bos_token_id"] = language_token(folder, options.language)
         self._own["eos_token_id"] = self.ends = list(ends) or end_tokens(self._own, self._tokenizer)
-        # An end that is forced on rows that reach the limit is no part of a text: the rows end before it.
+        # An end that is forced on rows that reach the limit does not belong to the text: the rows end before it.
         self._unwritten = int(self._own.pop("forced_eos_token_id", None) is not None)
         # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
         model.generation_config = GenerationConfig()
