@@ -66,7 +66,7 @@ def _command(
         options = o.parameters(f"{names} json quiet verbose", own)
         command.__signature__ = signature.replace(parameters=[*arguments.values(), *options])  # type: ignore[attr-defined]
         text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
-        app.command(declared.__name__, cls=Command, help=text, **about)(command)
+        app.command(about.pop("name", declared.__name__), cls=Command, help=text, **about)(command)
 
     return register
 
@@ -123,7 +123,7 @@ def plan(given: Given, job: OptionalJob = None) -> Work:
     "key columns all_probabilities embedding prefix max_error_rate overwrite format mode incremental commit_id "
     "partition_by add_columns target_file_size task task_options runtime engine processes gpus_per_process set "
     f"batch_tokens chunk_rows row_timeout_s {WRITING} json_schema json_columns regex choices grammar n explode seed_by "
-    "seed logprobs chat profile",
+    "seed logprobs chat profile runtime_python",
     o.PredictFlags,
 )
 def predict(
@@ -242,10 +242,19 @@ def schema() -> Work:
     return commands.schema
 
 
-@_command("doctor")
-def doctor() -> Work:
+@_command("doctor", "runtime runtime_python", o.DoctorFlags)
+def doctor(given: Given) -> Work:
     """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems."""
-    return commands.doctor
+    return lambda: commands.doctor(given["runtime"], given["runtime_python"])
+
+
+@_command("runtime-env vllm requirements-vllm.txt", name="runtime-env")
+def runtime_env(
+    runtime: Annotated[str, typer.Argument(metavar="RUNTIME", help="Runtime with an interpreter of its own: vllm.")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Requirements file to write.")],
+) -> Work:
+    """Write the requirements of a runtime's own environment. Prints the commands that install it."""
+    return lambda: commands.runtime_env(runtime, path)
 
 
 @_command("demo", "folder rows task", o.DemoFlags)

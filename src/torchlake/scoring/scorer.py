@@ -43,7 +43,7 @@ from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
 from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE
+from torchlake.scoring.runtime_choice import REFERENCE, foreign_python
 from torchlake.tables.arrays import from_numpy, from_strings
 
 log = logging.getLogger(__name__)
@@ -138,8 +138,10 @@ class Scorer:
         if isinstance(load, str):
             named = plugins.load("runtimes", load)
             load = named.load if generation is None else named.open_writer
-        options = {} if generation is None else {"options": generation}
-        if self.settings.gpus_per_process > 1:
+        options: dict[str, Any] = {} if generation is None else {"options": generation}
+        if (python := foreign_python(self.settings)) is not None:
+            options["python"] = python
+        elif self.settings.gpus_per_process > 1:
             from torchlake.runtimes import _sharded  # it imports torch, which the driver does not need
 
             open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
@@ -191,6 +193,12 @@ class Scorer:
             attempt.idle()
         return self._assemble(part)
 
+    def close(self) -> None:
+        """End the process of a runtime that has one of its own."""
+        end = getattr(self.writer, "close", None)
+        if end is not None:
+            end()
+
     def start(
         self, work: ReadyRows, first: int, suspects: Set[int] = frozenset(), writing: Writing | None = None
     ) -> ScoredRows:
@@ -239,6 +247,8 @@ class Scorer:
         texts = Texts(writer=self.writer, budget=budget, more=more, attempts=attempts, shrink=shrink)
         if writing is not None:
             texts.report = writing.report
+        if attempts is not None:
+            attempts.elsewhere = getattr(self.writer, "elsewhere", False)
         began = time.perf_counter()
         for row, result in texts.write():
             self.seconds += time.perf_counter() - began

@@ -32,6 +32,7 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
 from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
+from torchlake.scoring.runtime_choice import foreign_python
 from torchlake.scoring.scorer import ScoredRows, Scorer, prepare_runtime, worker_memory
 from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import evenly_spaced, sample_rows
@@ -254,6 +255,18 @@ def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]]
         for runtime in runtimes:
             prepare_runtime(settings, runtime)
             yield runtime
+
+    return worker
+
+
+def make_versions_worker(settings: ScoringSettings) -> Callable[[Iterator[str]], Iterator[dict[str, str]]]:
+    """Return a worker that finds the versions that runtimes, given by name, have in their own interpreters."""
+
+    def worker(runtimes: Iterator[str]) -> Iterator[dict[str, str]]:
+        for runtime in runtimes:
+            python = foreign_python(settings)
+            assert python is not None, "it has an interpreter of its own"
+            yield plugins.load("runtimes", runtime).versions(python.path)
 
     return worker
 

@@ -29,7 +29,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -48,7 +48,7 @@ WHOLE_CHUNK_S = 60.0
 "Minimum time limit for reading or tokenizing a whole chunk, which has thousands of rows."
 MAX_LOST_READS = 2
 
-Step = Literal["read", "tokenize", "score"]
+Step = Literal["read", "tokenize", "score", "elsewhere"]
 T = TypeVar("T")
 
 
@@ -67,6 +67,8 @@ class Attempt:
         self.suspects: dict[Step, set[int]] = {step: set() for step in get_args(Step)}
         self.quarantined: dict[int, str] = {}
         self.lost_reads = 0
+        self._step: Step = "score"
+        self._latest = self._beaten = 0.0
         try:
             folder.mkdir(exist_ok=True)
             # Listed before this attempt has a log, so that it does not wait for itself, nor for attempts that begin
@@ -113,8 +115,10 @@ class Attempt:
         """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long.
 
         `of` is the number of rows of the batch, if it has rows of other chunks, too. `tokens`: the step continues with
-        other rows; see `narrow`.
+        other rows; see `narrow`. Rows that are "elsewhere" are in another process, which is watched there: they have no
+        limit here, and are not to blame for a death.
         """
+        self._step = step
         # Before the step and without buffering: after the step the process may be dead, and its last line is the only
         # thing that tells which rows it was working on.
         self._note([step, rows] if tokens is None else [step, rows, tokens])
@@ -122,7 +126,7 @@ class Attempt:
         # Each row alone would have the limit, so a batch that shows progress has it for each of its rows.
         self._latest = time.monotonic() + limit_s * max(1, of, len(rows or ()))
         self._beaten = 0.0
-        with _watched(self._trace, limit_s):
+        with nullcontext() if step == "elsewhere" else _watched(self._trace, limit_s):
             yield
 
     def advance(self) -> None:
@@ -134,7 +138,7 @@ class Attempt:
 
     def narrow(self, rows: Sequence[int], tokens: int) -> None:
         """Log that only these of the scored rows are left, and how many tokens this attempt has written."""
-        self._note(["score", rows, tokens])
+        self._note([self._step, rows, tokens])
 
     def idle(self) -> None:
         """Log that no step is running."""
@@ -217,7 +221,7 @@ class Attempt:
             self.suspects[step].update(rows)
         # An attempt that was idle when it died (killed by the scheduler, or with its machine) accuses no row.
         running: list[Any] = json.loads(lines[-1]) if len(lines) > 1 else []
-        if running:
+        if running and running[0] != "elsewhere":
             step, rows = running[:2]
             known = set(state["suspects"][step])
             if step == "read" and known:
@@ -241,6 +245,8 @@ class Attempts:
 
     def __init__(self, attempts: Sequence[Attempt] = (), times: int = 1) -> None:
         self._times = times
+        self.elsewhere = False
+        "Whether rows are scored in another process."
         self._all: list[Attempt] = []
         self._starts = [0]
         self._rows: dict[int, set[int]] = {}
@@ -298,7 +304,8 @@ class Attempts:
                 self._all[number].narrow(some, count)
             else:
                 self._leave(number)
-                self._steps[number] = self._all[number].running("score", some, len(rows), count)
+                step: Step = "elsewhere" if self.elsewhere else "score"
+                self._steps[number] = self._all[number].running(step, some, len(rows), count)
                 self._steps[number].__enter__()
         self._rows = {number: set(some) for number, some in own.items()}
 

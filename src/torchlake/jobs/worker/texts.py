@@ -5,11 +5,14 @@
 When there are no more prompts and places are free, those of the next chunks enter. The rows that are in the writer, and
 no others, are in the logs of the attempts: only they can be what kills the process. When the writer raises, its rows
 are tried again in halves, without others beside them (`isolation.py`).
+
+A writer whose rows are in another process finds by itself those that kill it, and has no rows to blame when it raises.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +77,8 @@ class Texts:
                 yield from self._write(refill=True)
                 return
             except Exception as error:
+                if self._elsewhere:
+                    raise
                 failure = error
             yield from self._in_parts(failure)
 
@@ -91,10 +96,10 @@ class Texts:
             self.writer.step(report)
             for one in done:
                 del self._running[one.row]
-            if done and self.attempts is not None:
-                self.attempts.now([*self._running])
+            if done:
+                self._log()
             for one in done:
-                yield one.row, one
+                yield one.row, one if one.error is None else one.error
 
     def _admit(self, *, refill: bool) -> None:
         """Add the prompts that fit to the writer."""
@@ -109,15 +114,27 @@ class Texts:
             if not self._waiting or (self._waiting[0].alone and self._running):
                 break
             longest = max(longest, self._waiting[0].size)
-            if not self.budget.allows(len(self._running) + 1, longest):
+            if not self._allows(len(self._running) + 1, longest):
                 break
             one = self._waiting.popleft()
             self._running[one.row], alone = one, one.alone
         added = list(self._running.values())[before:]
-        if added and self.attempts is not None:
-            self.attempts.now([*self._running])
+        if added:
+            self._log()
         for one in added:
             self.writer.add(one.row, one.ids, one.options, one.begun)
+
+    @property
+    def _elsewhere(self) -> bool:
+        return bool(getattr(self.writer, "elsewhere", False))
+
+    def _allows(self, rows: int, longest: int) -> bool:
+        writer: Any = self.writer
+        return bool(rows <= writer.most) if self._elsewhere else self.budget.allows(rows, longest)
+
+    def _log(self) -> None:
+        if self.attempts is not None and not self._elsewhere:
+            self.attempts.now([*self._running])
 
     def _in_parts(self, failure: Exception) -> Iterator[tuple[int, Ended | str]]:
         """Write the rows that were in the writer when it raised `failure`: in halves, the others wait."""

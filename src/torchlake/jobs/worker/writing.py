@@ -99,7 +99,7 @@ class Writing:
     def report(self, writer: Writer, ended: Sequence[Ended]) -> None:
         """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
         self._attempts.advance()
-        for one in ended:
+        for one in (each for each in ended if each.error is None):
             self.known[one.row] = one.text
             self._tokens[one.row] = self._new(one.row, one.text)
             journal, number = self._at(one.row)
