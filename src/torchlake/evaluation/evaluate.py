@@ -139,7 +139,7 @@ def evaluate(
     reference: str | Path | None = None,
     **options: Unpack[EvaluateOptions],
 ) -> Evaluation:
-    """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them), a frame or a stream.
+    """Measure `model` on `table`: a stored table, a frame or a stream, as in `predict`.
 
     `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; `task`
     and `runtime` are as in `predict`, and so are the rows of a stored table that are measured (`where`, `sample` with
