@@ -141,9 +141,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table, a frame or a stream, as in `predict`.
 
-    `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; `task`
-    and `runtime` are as in `predict`, and so are the rows of a stored table that are measured (`where`, `sample` with
-    `seed`, `limit`) and `csv`.
+    `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table. `task`,
+    `runtime`, `csv` and the rows of a stored table (`where`, `sample` with `seed`, `limit`) are as in `predict`.
     A model that writes is measured by what it writes, with the options of `predict` for text generation, beside a
     column of texts or JSON, `label` (`writing.py`). Without one a language model is measured on the texts only
     (`perplexity.py`). An embedding model is measured on pairs of `text` and `text_pair`: by the correlation of their
