@@ -88,8 +88,6 @@ class CallOptions:
 
 
 AS_LOADED = CallOptions()
-READ_HERE = 4096
-"Bytes of rows up to which an event loop tokenizes them itself: below a millisecond."
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
 
 
@@ -206,10 +204,7 @@ class Model:
         batch that was given up.
         """
         loop = asyncio.get_running_loop()
-        if table.nbytes <= READ_HERE and not self._reading.locked():  # another thread would cost more than it saves
-            call, seconds = self.read(table, unreadable, view)
-        else:
-            call, seconds = await loop.run_in_executor(self._readers, self.read, table, unreadable, view)
+        call, seconds = await loop.run_in_executor(self._readers, self.read, table, unreadable, view)
         self.batcher.submit(call)
         late = None
         if patience is not None:
