@@ -237,7 +237,8 @@ class _Measuring:
             "runtime": self.runtime,
             "max_error_rate": 1.0,  # failed rows are counted; a table without usable rows is refused
         }
-        return predicting.predict(self.model, *arguments, **options, **more)
+        score: Any = predicting.predict  # a frame alone, or a table and an output
+        return score(self.model, *arguments, **options, **more)
 
     def score(self, spec: TaskSpec, output: Path, **more: Any) -> tuple[pa.ChunkedArray, dict[int, str]]:
         """Score the table into `output`; return its labels, and the reasons of unreadable ones."""
