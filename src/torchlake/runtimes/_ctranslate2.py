@@ -23,11 +23,10 @@ import numpy as np
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config
-from torchlake.models.generation import NON_FINITE, GenerationOptions, language_token, settings_of
+from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import EMPTY, Report, Text, _ctranslate2_export, _exported
 from torchlake.runtimes._writing.row import Row
-from torchlake.runtimes._writing.static import end_tokens
 
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
 "The options of `GenerationOptions` that it computes; others must have their default."

@@ -145,30 +145,6 @@ def _fitted(
     return table, errors
 
 
-def _read(answer: np.ndarray, row: int, processor: Any, options: ColumnOptions) -> dict[str, Any]:
-    """Return the columns of the text of one row, from its tokens (W,)."""
-    written = answer[answer >= 0]
-    text = decoded(processor, written, kept=options.marks or (), exact=options.structure is not None)
-    place = stop_place(text, options.own[row].stop if options.own else options.stop)
-    text, reasoning = text[:place], None
-    if options.marks is not None and options.structure is None:
-        begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
-        reasoning, text = without_reasoning(text, options.marks, begun=begun)
-    return {
-        "generated_text": text,
-        "reasoning": reasoning,
-        "generated_tokens": len(written),
-        "finish_reason": "length" if place is None and END not in answer else "stop",
-    }
-
-
-def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
-    """Return whether a row's prompt ends with a mark, except for space."""
-    ids: Any = features.arrays[INPUT_IDS]
-    last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
-    return bool(tokenizer.decode(last).rstrip().endswith(mark))
-
-
 def _own_fields(structure: Structure | None) -> list[pa.Field]:
     """Return the columns that a structure adds."""
     if structure is None:

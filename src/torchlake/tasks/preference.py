@@ -70,7 +70,7 @@ class Preference(TextGeneration):
         """
         setting = "data.system" if spec.rows.system else "data.messages" if spec.rows.messages else None
         if setting is not None and first is not None:
-            columns = [name for name in (spec.text, *spec.inputs.values()) if name in schema.names and name != "tools"]
+            columns = [name for name in spec.input_columns if name in schema.names and name != "tools"]
             if not any(_holds_chats(first(name)[name], spec) for name in columns):
                 listed = ", ".join(columns)
                 raise UsageError(f"{setting}: {listed} hold text, not conversations. Remove the setting.")

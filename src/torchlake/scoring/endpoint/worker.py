@@ -9,7 +9,7 @@ requests only: the next attempt at the chunk finds all others in the journal.
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ import pyarrow as pa
 from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
-from torchlake.jobs.worker.read_ahead import Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part
 from torchlake.runtimes._http.answers import Answer, answer_of
 from torchlake.runtimes.http import Asking, Question
@@ -123,6 +123,9 @@ class ReadRows:
     open: OpenChunk
 
 
+Reports = Generator[tuple[Ready[ReadRows | None], AskedChunk | UnfinishedChunk], None, None]
+
+
 def make_endpoint_worker(
     settings: EndpointSettings,
 ) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[AskedChunk | UnfinishedChunk]]:
@@ -164,8 +167,9 @@ def make_endpoint_worker(
     def lost(part: Part) -> AskedChunk:
         return AskedChunk(part=part)
 
-    def write_each(group: Sequence[Ready[ReadRows | None]]) -> list[AskedChunk | UnfinishedChunk]:
-        return [write(one) for one in group]
+    def write_each(group: Sequence[Ready[ReadRows | None]], more: More[ReadRows | None]) -> Reports:
+        for one in group:
+            yield one, write(one)
 
     work = reading_ahead(
         workspace, settings.row_timeout_s, read=start, write=write_each, lost=lost, most=settings.chunks_ahead
