@@ -8,10 +8,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,12 +36,10 @@ import forked
 import sweeps
 import tiny
 from torchlake import plugins
+from torchlake.evaluation.sections import hints
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
+from torchlake.reporting import figures
 
-# Every training writes pages. With their pictures and label hints the suite would take minutes more: tests of these
-# have the fixture `page_libraries`.
-HIDDEN = ("matplotlib", "cleanlab")
-sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]
 # A shell without job control starts what runs in its background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
@@ -96,21 +92,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = files[first:] + files[:first]
 
 
-@cache
-def hidden_module(name: str) -> ModuleType:
-    """A hidden library, imported once: its modules refer to one another."""
-    hidden = sys.modules.pop(name)
-    try:
-        return import_module(name)
-    finally:
-        sys.modules[name] = hidden
+@pytest.fixture(autouse=True, scope="session")
+def without_page_libraries() -> Iterator[None]:
+    """Every training writes pages. With their pictures and label hints the suite would take minutes more."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (figures, hints):
+            patch.setattr(module, "find_spec", lambda name: None)
+        yield
 
 
 @pytest.fixture
 def page_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The libraries of pictures and label hints are there."""
-    for name in HIDDEN:
-        monkeypatch.setitem(sys.modules, name, hidden_module(name))
+    for module in (figures, hints):
+        monkeypatch.setattr(module, "find_spec", find_spec)
 
 
 def pytest_report_header() -> str:

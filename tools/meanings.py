@@ -67,7 +67,7 @@ REASONS = {
     "bad_utf8": "has bytes that are not UTF-8.",
     "bad_csv": "is a malformed line of a CSV file.",
     "bad_json": "is a malformed line of a JSON lines file, or has a value whose type is not that of its column.",
-    "bad_chat": "is not a conversation, the chat template refused it, or it ends with the assistant's message.",
+    "bad_chat": "is not a conversation, or the chat template refused it.",
     "bad_options": "has an invalid value in its column of options.",
     "bad_label": "has a label that the model does not know; in `evaluate` only.",
     "chat_limit": "exceeded the time, memory or length that rendering a chat template may take.",

@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(inner)
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, inner))
-    if origin is dict:
+    if origin in (dict, Mapping):
         return st.dictionaries(values_of(inner[0]), values_of(inner[1]), max_size=LINES + 5)
     if origin is tuple and inner[-1] is not Ellipsis:
         return st.tuples(*map(values_of, inner))

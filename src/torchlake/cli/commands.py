@@ -249,7 +249,7 @@ def _scored(done: "Scored") -> Outcome:
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error" + _left_out(done.record),
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
-    usage = done.record["provenance"].get("usage")
+    usage = done.record.get("provenance", {}).get("usage")
     if usage:
         values["usage"] = usage
         shown["tokens"] = ", ".join(f"{usage[name]:,} {name.partition('_')[0]}" for name in usage if name != "cost")

@@ -368,6 +368,7 @@ def as_given(parsed: Mapping[str, Any]) -> Given:
     for name, flag, example in (
         ("task_options", "--task-option", "candidate_labels=[good,bad]"),
         ("template_options", "--template-option", "enable_thinking=false"),
+        ("request_options", "--request-option", "reasoning_effort=low"),
     ):
         if name in given:
             given[name] = dict(_yaml_pair(flag, text, example) for text in given[name])

@@ -133,7 +133,7 @@ class SamplingArguments(TypedDict, total=False):
     json_schema: Annotated[
         Mapping[str, Any] | str | Path | None, _text("FILE", "Write JSON that fits this JSON schema.")
     ]
-    json_columns: Annotated[bool, _text(None, "Write the properties of --json-schema as typed columns.")]
+    json_columns: Annotated[bool, _text(None, "Write the properties of the schema as typed columns.")]
     regex: Annotated[str | None, _text("PATTERN", "Write texts that match this expression as a whole.")]
     choices: Annotated[
         str | Sequence[str] | None, _text("A,B", "Write one of these texts, with the probability of each.")
@@ -180,7 +180,9 @@ class EndpointArguments(TypedDict, total=False):
     ]
     api: Annotated[
         Literal["chat", "completions", "embeddings"],
-        _endpoint("NAME", "chat, completions or embeddings (default: chat; embeddings of feature_extraction)."),
+        _endpoint(
+            "NAME", "Requests: chat, completions, embeddings (default: chat; embeddings of feature_extraction)."
+        ),
     ]
     request_options: Annotated[
         Mapping[str, Any],

@@ -104,7 +104,7 @@ class Optimized:
         """The speed in words; of a task that writes, with the time of a large table."""
         if self.tokens_per_s is None:
             return f"{self.rows_per_s:,.0f} rows/s"
-        minutes = LARGE / self.rows_per_s / 60
+        minutes = LARGE / self.rows_per_s / 60 if self.rows_per_s else math.inf
         needed = f"{minutes:,.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
         return f"{self.tokens_per_s:,.1f} tokens/s ({LARGE:,} such rows in {needed})"
 

@@ -11,9 +11,11 @@ exceeds a limit becomes an error row, `chat_limit: ...`.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -23,14 +25,14 @@ from torchlake.models.generation import PromptOptions
 from torchlake.tables.arrays import is_text
 from torchlake.tasks._rendering import RenderLimitExceeded, Request, render
 
+log = logging.getLogger(__name__)
+
 NAMES = ("messages", "conversations")
 "Columns that hold conversations."
 MOST_LOOKED_AT = 8
 "Rows that are looked at to find out what a column holds."
 INSTEAD = ("tool_calls", "reasoning_content", "thinking", "reasoning", "function_call")
 "What a message may have in place of content."
-UNFINISHED = "it ends with the assistant's message, which --continue (continue_final_message) continues"
-"Why a conversation has no prompt."
 SYSTEM = ("system", "developer")
 "Roles of a system text, the first message."
 
@@ -199,6 +201,15 @@ def read_chats(
     return requests, errors
 
 
+@cache
+def _warn_of_second_answers() -> None:
+    """Say once per process what is done with conversations that have an answer."""
+    log.warning(
+        "conversations end with the assistant's message: the model begins another answer. --continue "
+        "(continue_final_message) continues that message."
+    )
+
+
 def chat_requests(
     column: pa.Array,
     tools: pa.Array | None = None,
@@ -218,11 +229,10 @@ def chat_requests(
     for row, request in [*requests.items()]:
         want: Any = "prompt" if add_generation_prompt else "whole"
         if add_generation_prompt and request.messages[-1]["role"] == "assistant":
-            want = "continue"
-            if not options.continue_final_message:
-                errors[row] = f"bad_chat: {UNFINISHED}"
-                del requests[row]
-                continue
+            if options.continue_final_message:
+                want = "continue"
+            else:
+                _warn_of_second_answers()
         head = len(system_of(request.messages))
         requests[row] = replace(
             request,

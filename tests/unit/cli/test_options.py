@@ -15,6 +15,22 @@ ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
 TABLES = frozenset({"--input", "--csv"})
 COLUMNS = frozenset({"--text", "--text-pair", "--inputs"})
+SAMPLING = frozenset({"--max-new-tokens", "--temperature", "--top-k", "--top-p", "--language", "--stop"})
+WRITING = (
+    SAMPLING
+    | {"--min-p", "--min-new-tokens", "--num-beams", "--stop-token-ids"}
+    | {"--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
+    | {"--prompt", "--system", "--examples", "--tools", "--chat", "--chat-template", "--template-option", "--continue"}
+)
+ANSWERS = frozenset({"--n", "--explode", "--seed-by", "--logprobs"}) | {
+    *("--json-schema", "--json-columns", "--regex", "--choices", "--grammar"),
+}
+ENDPOINT = frozenset(
+    {"--endpoint", "--model-name", "--key-env", "--api", "--request-option", "--insecure-endpoint"}
+) | {
+    *("--concurrency", "--requests-per-minute", "--tokens-per-minute", "--max-retries", "--batch-api"),
+    *("--price", "--max-cost", "--max-tokens-total"),
+}
 LOADING = frozenset(
     {
         "--text-pair",
@@ -81,12 +97,16 @@ OPTIONS = {
     )
     | COLUMNS
     | ROWS
-    | TABLES,
+    | TABLES
+    | WRITING
+    | ANSWERS
+    | ENDPOINT,
     "evaluate": frozenset({"--label", "--reference", "--runtime", "--engine", "--processes", "--set", "--seed"})
     | {"--report", "--key", "--slice", "--no-texts", "--label-hints", "--overwrite"}
     | COLUMNS
     | ROWS
-    | TABLES,
+    | TABLES
+    | WRITING,
     "compare": frozenset({"--table", "--key", "--report", "--fail-if-worse", "--by"}),
     "rank": frozenset(
         {
@@ -124,7 +144,8 @@ OPTIONS = {
         }
     )
     | COLUMNS
-    | TABLES,
+    | TABLES
+    | SAMPLING,
     "plan": frozenset(
         {
             "--set",
@@ -136,7 +157,9 @@ OPTIONS = {
             "--sample-rows",
         }
     )
-    | ROWS,
+    | ROWS
+    | ENDPOINT
+    | {"--runtime", "--text", "--tokenizer", "--prompt", "--system", "--chat", "--max-new-tokens"},
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
     "serve": LOADING
     | frozenset(
@@ -250,7 +273,7 @@ def test_help_has_no_oddities(name: str, capfd: pytest.CaptureFixture[str]) -> N
 def test_help_groups_the_options_of_predict(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--help"]) == 0
     groups = [line[:-1] for line in capfd.readouterr().out.splitlines() if line.endswith(":") and line[0].isupper()]
-    assert groups == ["Arguments", "Input", "Output", "Execution", "Text generation", "General"]
+    assert groups == ["Arguments", "Input", "Output", "Execution", "Text generation", "Endpoint", "General"]
 
 
 @pytest.mark.parametrize(

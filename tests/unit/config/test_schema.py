@@ -91,7 +91,8 @@ def job_texts() -> Iterator[tuple[str, str]]:
             value = yaml.safe_load(block)
             if isinstance(value, dict) and value.keys() & SECTIONS.keys():
                 yield f"{page.relative_to(ROOT)}:{number}", block
-    for path in sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("tests/**/*.yaml")]):
+    jobs = [path for path in ROOT.glob("examples/**/*.yaml") if path.parent.name != "serve"]  # it has Kubernetes' files
+    for path in sorted([*jobs, *ROOT.glob("tests/**/*.yaml")]):
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 

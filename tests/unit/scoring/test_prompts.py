@@ -106,7 +106,8 @@ def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
 def test_unfinished_answers_are_continued_if_that_is_asked_for(model: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
     table = pa.table({"messages": [turns, turns[:1]]})
-    assert [error and error[:30] for *_, error in written(model, table)] == ["bad_chat: it ends with the ass", None]
+    another, begun = written(model, table), "<user> hi </s><assistant><think>"
+    assert joined(another) == texts(model, ["<user> hi </s><assistant> I am </s><assistant><think>", begun])
     found = written(model, table, continue_final_message=True)
     assert joined(found) == texts(model, ["<user> hi </s><assistant> I am", "<user> hi </s><assistant><think>"])
     assert found[0][0] is None

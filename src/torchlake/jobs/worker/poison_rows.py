@@ -309,6 +309,12 @@ class Attempts:
                 self._steps[number].__enter__()
         self._rows = {number: set(some) for number, some in own.items()}
 
+    def leave(self, number: int) -> None:
+        """Forget the chunk with this number, in the order of `join`, whose attempt is about to end."""
+        self._leave(number)
+        self._rows.pop(number, None)
+        self._tokens.pop(number, None)
+
     def _leave(self, number: int) -> None:
         if (step := self._steps.pop(number, None)) is not None:
             step.__exit__(None, None, None)

@@ -83,6 +83,7 @@ class Writing:
         journal, self._journals[number] = self._journals[number], None
         assert journal is not None, "a chunk is left once"
         journal.remove()
+        self._attempts.leave(number)
         end = self._starts[number + 1] if number + 1 < len(self._starts) else math.inf
         held: list[dict[int, Any]] = [self.known, self.begun, self._tokens, self._kept]
         for rows in held:

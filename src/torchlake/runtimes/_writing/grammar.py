@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchlake.models.structured.structure import Structure, compiled
 from torchlake.models.structured.tokens import removes_space, token_bytes
@@ -23,6 +22,7 @@ class Grammar:
     """A compiled grammar, and the threads that compute masks."""
 
     def __init__(self, structure: Structure, tokenizer: Any, ends: tuple[int, ...]) -> None:
+        import torch
         from llguidance import LLExecutor, LLMatcher
 
         self.tokens = token_bytes(tokenizer, ends=ends)
