@@ -196,9 +196,7 @@ def evaluate(
 def compare(
     models: Annotated[
         list[str],
-        typer.Argument(
-            metavar="A B", help="Evaluations (evaluate --report), runs, or models with --table."
-        ),
+        typer.Argument(metavar="A B", help="Evaluations (evaluate --report), runs, or models with --table."),
     ],
     given: Given,
 ) -> Work:

@@ -180,9 +180,7 @@ class EndpointArguments(TypedDict, total=False):
     ]
     api: Annotated[
         Literal["chat", "completions", "embeddings"],
-        _endpoint(
-            "NAME", "Requests: chat, completions, embeddings (default: chat; embeddings of feature_extraction)."
-        ),
+        _endpoint("NAME", "Requests: chat, completions, embeddings (default: chat; embeddings of feature_extraction)."),
     ]
     request_options: Annotated[
         Mapping[str, Any],
