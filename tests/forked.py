@@ -279,6 +279,8 @@ def serve(address: str, session: int) -> None:
         with suppress(ModuleNotFoundError):  # an extra that is not installed: `make gpu` runs without them
             importlib.import_module(name)
     importlib.import_module("torchlake.reporting.doctor").doctor()  # keeps what every report asks for
+    for name in ("torchlake.reporting.figures", "torchlake.evaluation.sections.hints"):  # as tests/conftest.py does
+        importlib.import_module(name).find_spec = lambda library: None  # type: ignore[attr-defined]
     # torch would take its operators apart one by one at the end of every fork.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False

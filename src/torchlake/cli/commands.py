@@ -361,6 +361,8 @@ def serve(
 ) -> Outcome:
     """Answer requests with a model until a signal."""
     serving = _serving()
+    if engine is None and settings:
+        raise UsageError("--set: it sets options of --engine ray; name the engine, or leave it out.")
     made = None if engine is None else make_engine(engine, server.get("processes"), settings, as_json=False)
     status = serving.serve(model, engine=made, options=_serve_options(server), **loading)
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
@@ -371,6 +373,8 @@ def try_model(model: str, server: Mapping[str, Any], loading: Mapping[str, Any])
     _serving()
     from torchlake.serving.process import try_out
 
+    if server.get("host", "127.0.0.1") not in ("127.0.0.1", "::1", "localhost"):
+        raise UsageError("--host: try is for this machine, without a token; use serve for others.")
     options = _serve_options({"port": 0, **server}, page=True)
     status = try_out(model, options=options, read=input if sys.stdin.isatty() else None, **loading)
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)

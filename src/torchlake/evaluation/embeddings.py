@@ -126,9 +126,10 @@ def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredP
     )
 
 
-def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None) -> pa.Table:
+def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None, no_texts: bool = False) -> pa.Table:
     """Return the rows of rows.parquet: `score` is the cosine. Without a label `rank` is that of the second text among
-    all, `prediction` the nearest one; with a label, `prediction` is the straight line through the cosines.
+    all, `prediction` the nearest one, with `no_texts` its key; with a label, `prediction` is the straight line through
+    the cosines.
     """
     cosines = _contrastive.cosines(found.vectors).astype(np.float64)
     place = np.full(found.rows, -1, dtype=np.int64)
@@ -138,12 +139,13 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None)
     if found.targets is not None:
         from scipy.stats import linregress
 
-        line = linregress(cosines, found.targets)
-        said = pa.array(line.intercept + line.slope * cosines)
+        level = float(np.mean(found.targets)) if len(found.targets) else 0.0
+        line = linregress(cosines, found.targets) if np.ptp(cosines) > 0 else None  # no line through one place
+        said = pa.array(np.full(len(cosines), level) if line is None else line.intercept + line.slope * cosines)
         loss, right = np.abs(found.targets - said.to_numpy()), pa.nulls(found.rows, pa.bool_())
     else:
         ranks, nearest = _contrastive.ranks(found.vectors)
-        texts = found.scored[second].filter(pa.array(found.usable)).combine_chunks()
+        texts = found.scored[key if no_texts else second].filter(pa.array(found.usable)).combine_chunks()
         said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), pa.array(ranks).take(places)
         right = pa.array(ranks == 1).take(places)
     fixed = {

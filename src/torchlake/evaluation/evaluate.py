@@ -10,7 +10,7 @@ table, a second read of one column, and the probabilities of all rows in memory 
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -182,21 +182,22 @@ def evaluate(
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
         return _of_vectors(job, spec, columns, label, request)
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
-        found = measure_preferences(own, table, pairs, reference=reference, engine=engine, options=reading)
-        return _described(job, pairs, _of_pairs(*found), request)
+        asked: dict[str, Any] = {"reference": reference, "engine": engine, "options": reading}
+        return _described(job, pairs, lambda: _of_pairs(*measure_preferences(own, table, pairs, **asked)), request)
     if reference is not None:
         raise UsageError("reference: only pairs of answers (inputs chosen and rejected) are measured relative to one.")
     spec = with_columns(spec, own, **columns)
     if writes:
         named = {"text": text, "inputs": inputs, "task": task, "engine": engine, "runtime": runtime}
         spec = replace(spec, label=label or spec.label)
-        return _described(job, spec, _of_written(model, table, spec, named, {**read, **writing}, reading), request)
+        written = partial(_of_written, model, table, spec, named, {**read, **writing}, reading)
+        return _described(job, spec, written, request)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
         if not plugins.load("tasks", spec.task).packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
-        return _described(job, spec, _of_texts(model, table, spec, engine, runtime, reading), request)
+        return _described(job, spec, partial(_of_texts, model, table, spec, engine, runtime, reading), request)
     spec = replace(spec, label=label or spec.label)
     if request is not None:
         with evaluating(request, job.identity(spec)) as work:
@@ -296,12 +297,16 @@ def _reported(job: _Measuring, spec: TaskSpec, request: ReportRequest, output: P
     return replace(found, report=request.folder)
 
 
-def _described(job: _Measuring, spec: TaskSpec, found: Evaluation, request: ReportRequest | None) -> Evaluation:
-    """Write a report without rows, of a task that is not measured row by row."""
+def _described(
+    job: _Measuring, spec: TaskSpec, measure: Callable[[], Evaluation], request: ReportRequest | None
+) -> Evaluation:
+    """Measure, and write a report without rows, of a task that is not measured row by row."""
     if request is None:
-        return found
+        return measure()
     refuse_row_options(request, spec.task)
     with evaluating(request, job.identity(spec)):
+        found = measure()
+        atomic_io.remove([request.folder / FACTS, request.folder / ROWS])  # rows of another model, with overwrite
         publish(request.folder, found.to_json(), kind="other", identity=job.identity(spec), made=job.made(spec))
     return replace(found, report=request.folder)
 
@@ -324,7 +329,7 @@ def _of_vectors(
         second = as_columns(pair or ())
         texts = [*as_columns(spec.text), *second]
         found = measure_pairs(score, job.table, work, **chosen, keep=[*request.slices, *texts], key=request.key)
-        rows = pair_rows(found, key=request.key or "row_id", second=second[0], label=label)
+        rows = pair_rows(found, key=request.key or "row_id", second=second[0], label=label, no_texts=request.no_texts)
         names = [stored_name(name) for name in request.slices]
         rows = rows.drop_columns([stored_name(name) for name in texts]) if request.no_texts else rows
         atomic_io.remove([request.folder / FACTS])
@@ -356,6 +361,8 @@ def _of_written(
                 raise missing_column("the frame", spec.label, frame.schema)
             labels, reasons = frame[spec.label], dict[int, str]()
             scored = predict(frame.drop_columns([spec.label]), **options)
+            own = [name for name in scored.column_names if name.startswith(PREFIX) or name == "error"]
+            scored = scored.select(own)
         else:
             output, spread = Path(folder, "scored"), (named["engine"] or Local()).spread
             with spooled(table, output) as stored:
@@ -470,6 +477,8 @@ def _measure(scored: pa.Table, labels: pa.ChunkedArray, reasons: dict[int, str],
         failures[row] = reason_column[row].as_py()
     usable = np.ones(len(labels), dtype=bool)
     usable[list(failures)] = False
+    if task.generates:  # a text that does not fit its structure is there, and is measured as it is
+        usable |= np.asarray(scored[f"{PREFIX}generated_text"].combine_chunks().is_valid()) & ~np.asarray(missing)
     errors = dict(count_reasons(pa.array(failures.values(), pa.string())).most_common())
     if not usable.any():
         raise DataError(

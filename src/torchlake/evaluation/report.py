@@ -106,7 +106,8 @@ def evaluating(request: ReportRequest, identity: Mapping[str, Any]) -> Iterator[
     lease = acquire(staging, LEASE_S, name=str(folder))
     try:
         if request.overwrite:
-            shutil.rmtree(staging / "scored", ignore_errors=True)
+            for name in ("scored", "first", "second"):
+                shutil.rmtree(staging / name, ignore_errors=True)
         yield staging
     except BaseException:
         lease.release()

@@ -309,7 +309,8 @@ def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     shown = [(columns[0], str(row[columns[0]]), "")]
     for name in ("label", "prediction", "suggested", "probability", "score", "loss", "tokens", "truncated"):
         value = row.get(name)
-        if value is not None and value is not False and not (name == "suggested" and value == row["label"]):
+        left_out = (name == "truncated" and value is False) or (name == "suggested" and value == row["label"])
+        if value is not None and not left_out:
             wrong = name == "prediction" and row.get("right") is False
             shown.append((name, _value(value), "bad" if wrong else ""))
     after = columns[columns.index("error") + 1 :] if "error" in columns else []

@@ -19,7 +19,8 @@ COLORS = {"ink": "#010101", "soft": "#020202", "line": "#030303", **{f"c{n}": f"
 "What stands for each of the style's variables until the picture is drawn."
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 2)))
 FONT = re.compile(r"font-family: [^;\"]+;? ?|font: ([\d.]+px) [^;\"]+;?")
-NUMBER = re.compile(r"\b\d+\.\d{3,}")
+NUMBER = re.compile(r"(<text.*?</text>)|\b\d+\.\d{3,}", re.DOTALL)
+"Coordinates, and text, whose numbers stay as they are."
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
@@ -61,7 +62,7 @@ def picture(title: str, seen: str, draw: Draw, size: tuple[float, float] = SIZE)
     drawn = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", drawn, flags=re.DOTALL)  # rules for the whole page
     drawn = re.sub(r'^<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', drawn)
     drawn = FONT.sub(lambda found: f"font-size: {found[1]};" if found[1] else "", drawn)
-    drawn = NUMBER.sub(lambda number: f"{float(number[0]):.1f}", drawn)
+    drawn = NUMBER.sub(lambda found: found[1] or f"{float(found[0]):.1f}", drawn)
     for name, color in COLORS.items():
         drawn = drawn.replace(color, f"var(--{name})")
     return {"title": title, "seen": seen, "svg": re.sub(r"\n\s*", "\n", drawn).replace("xlink:href", "href")}

@@ -80,7 +80,7 @@ class Question:
 
 class Asking:
     """The open requests of one process. `may_start(open, tokens)` says before a request whether it may be sent: the
-    number of those that are open with it, and the estimated tokens of its prompt.
+    number of those that are open with it, and the estimated tokens of all their prompts.
 
     Raises UsageError for a key that is not there.
     """
@@ -95,6 +95,8 @@ class Asking:
         self._batches: set[asyncio.Task[None]] = set()
         self._in_batches = 0
         "The requests of open batches."
+        self._open_tokens = 0.0
+        "The estimate of the tokens of prompts that are being asked."
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asking", daemon=True)
         self._thread.start()
@@ -158,9 +160,12 @@ class Asking:
                     one = await self._waiting.get()
                     await self._limits.enter()
                     # Open requests may cost less than was set aside for them, so only the last one gives up.
-                    while not (may := self._may_start(self._limits.open, one.tokens)) and self._limits.open > 1:
+                    while not (may := self._may_start(self._limits.open, self._open_tokens + one.tokens)):
+                        if self._limits.open <= 1:
+                            break
                         await self._limits.changed()
                     if may:
+                        self._open_tokens += one.tokens
                         group.create_task(self._ask(client, one))
                     else:
                         self._limits.leave()
@@ -175,7 +180,8 @@ class Asking:
         from torchlake.runtimes._http.client import Client
 
         mean = sum(one.tokens for one in questions) / len(questions)
-        if known is None and not self._may_start(self._in_batches + len(questions), mean):
+        asked = self._in_batches + len(questions)
+        if known is None and not self._may_start(asked, mean * asked):
             for one in questions:
                 one.asker.skip(one.row)
             return
@@ -187,7 +193,7 @@ class Asking:
             self._in_batches -= len(questions)
             await client.close()
         left = [one for one in questions if one.row not in answers]
-        for one in questions:
+        for one in reversed(questions):  # the first row carries the batch's id, until it has an answer
             if one.row in answers:
                 one.asker.keep(one.row, answers[one.row])
             elif known is None:  # the endpoint did not come to it in its time
@@ -199,4 +205,5 @@ class Asking:
         try:
             one.asker.keep(one.row, await client.ask(one.body, one.name, one.tokens))
         finally:
+            self._open_tokens -= one.tokens
             self._limits.leave()

@@ -122,7 +122,7 @@ def open_writer(
         )
     own, tokenizer = settings_of(folder), load_tokenizer(folder)
     named = own.get("eos_token_id", tokenizer.eos_token_id)
-    ends = tuple(named) if isinstance(named, list) else (named,)
+    ends = tuple(named) if isinstance(named, list) else () if named is None else (named,)
     vocabulary = embeddings(folder)
     assert vocabulary is not None, "a language model has embeddings"
     model = EngineModel(

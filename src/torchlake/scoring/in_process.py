@@ -339,7 +339,9 @@ def _compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
     """Return the answers of the rows of each call, computed together."""
     view: CallOptions = parts[0][0].work[1]
     works = [_some(call.work[0], rows) for call, rows in parts]
-    table = (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(joined(works))
+    used = scorer if view is AS_LOADED else _scorer_of(scorer, view)
+    table = used.score(joined(works))
+    scorer.batch_tokens = min(scorer.batch_tokens, used.batch_tokens)  # less after memory ran out
     starts = np.cumsum([0, *(work.count for work in works)])
     return [table.slice(start, work.count) for start, work in zip(starts, works, strict=False)]
 

@@ -140,6 +140,7 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,  # the address would be that of the header `host`
     )
     made.state.service = service
     for path, method, handler, schema in routes(page=service.options.page):
@@ -193,7 +194,8 @@ def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
     ]
     if page:
         found.append(("/", "GET", _page, None))
-    if predict and predict not in [path for path, method, *_ in found if method == "POST"]:
+    if predict:  # in place of another protocol's route
+        found = [one for one in found if one[:2] != (predict, "POST")]
         found.append((predict, "POST", rows.invocations, rows.SCHEMA))
     if health and health not in [path for path, method, *_ in found if method == "GET"]:
         found.append((health, "GET", _health, None))
@@ -263,7 +265,7 @@ class Gate:
         service.tasks.add(task)
         watch: asyncio.Task[Any] | None = None
         try:
-            self._admit(path, headers, used)
+            self._admit(path, scope["method"], headers, used)
             if scope["method"] == "POST":
                 used.body = await _read(receive, headers, service.options)
                 watch = asyncio.create_task(_gone(receive, task, answer))
@@ -293,10 +295,10 @@ class Gate:
             route = getattr(scope.get("route"), "path", "other")
             _record(service, used, route, scope["method"], answer)
 
-    def _admit(self, path: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
+    def _admit(self, path: str, method: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
         """Raise Refused for a request without the token, or while there is no room: before its body is read."""
         options, batcher = self.service.options, self.service.model.batcher
-        if path not in self.open:
+        if method != "GET" or path not in self.open:
             if options.api_key is not None:
                 scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
                 if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), options.api_key.encode()):

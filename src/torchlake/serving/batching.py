@@ -122,6 +122,7 @@ class Batcher:
             self._changed.notify()
         if wait and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            self._compute, self._budget = (lambda parts: ()), (lambda: 0)  # they hold the model
 
     def abandon(self, seconds: float) -> bool:
         """Give up a batch that has been computed for more than `seconds`; return whether there was one.

@@ -1,5 +1,6 @@
 """The options of a server, with their defaults."""
 
+import os
 from dataclasses import dataclass, field
 
 from torchlake.amounts import size_in_bytes
@@ -40,8 +41,8 @@ class ServeOptions:
     "Whether longer texts are truncated; if not, they are refused."
     reload: bool = False
     "Whether a new model in the folder, or behind the symbolic link, replaces the loaded one."
-    api_key: str | None = field(default=None, repr=False)
-    "The token that requests have to bring; None: none."
+    api_key: str | None = field(default_factory=lambda: os.environ.get("TORCHLAKE_API_KEY"), repr=False)
+    "The token that requests have to bring, by default that of the environment; None: none."
     open_metrics: bool = False
     "Whether /metrics needs no token."
     allow_origin: tuple[str, ...] = ()

@@ -164,13 +164,13 @@ def _from_csv(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
             pa_csv.ParseOptions(newlines_in_values=True, invalid_row_handler=note),
             pa_csv.ConvertOptions(column_types=texts, strings_can_be_null=False),
         )
-    except pa.ArrowException:
+        _check_rows(len(table), limit)
+        return {name: table[name].to_pylist() for name in spec.input_columns if name in table.column_names}
+    except (pa.ArrowException, ValueError, KeyError):
         where = (
             f"row {bad[0]} has another number of values than the header" if bad and bad[0] else "it cannot be parsed"
         )
         raise Refused(400, f"text/csv: {where}; expected UTF-8 with a header, commas and double quotes") from None
-    _check_rows(len(table), limit)
-    return {name: table[name].to_pylist() for name in spec.input_columns if name in table.column_names}
 
 
 def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         if size > 64 * max(len(body), 1 << 20):
             raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
         # Strings stay in dictionaries until their length is known: one long value may stand in every row.
-        texts = [name for name in names if pa.types.is_string(file.schema_arrow.field(name).type)]
+        texts = [name for name in names if _is_binary(file.schema_arrow.field(name).type)]
         table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=texts, use_threads=False)
         for name in texts:
             lengths = pa.compute.binary_length(table[name].combine_chunks().dictionary)
@@ -191,8 +191,15 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
             if longest * len(table) > 64 * max(len(body), 1 << 20):
                 raise Refused(413, f"{name}: its values are much larger than the body")
         return {name: table[name].to_pylist() for name in names}
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError, KeyError):
         raise Refused(400, f"{PARQUET[0]}: this is not a Parquet file that can be read") from None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
 
 
 def _as_table(columns: Mapping[str, Any], spec: TaskSpec) -> tuple[pa.Table, dict[int, str]]:
@@ -254,7 +261,7 @@ def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
         values = [value if value is None or isinstance(value, str) else str(value) for value in values]
     try:
         return pa.array(values)
-    except (pa.ArrowException, OverflowError, TypeError):
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
         kinds = sorted({_kind(value) for value in values})
         raise Refused(
             400, f"column {name!r}: its values are not of one type ({', '.join(kinds)})", field=name

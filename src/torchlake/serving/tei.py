@@ -4,6 +4,7 @@ Texts are strings. For a model of pairs `["a", "b"]` is one pair and `[["a", "b"
 texts a flat list is a batch. Text that cannot be scored refuses the request; `/invocations` answers row by row.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -201,7 +202,9 @@ async def tokenize(request: Request) -> Response:
     if len(texts) > used.service.options.max_rows:
         raise Refused(422, f"inputs: {len(texts):,} texts; the limit is {used.service.options.max_rows:,} (--max-rows)")
     prompt = _prompt(used, body.prompt_name) or ""
-    return reply(used.model.tokens([prompt + text for text in texts], special=body.add_special_tokens))
+    # Not in the event loop: it waits for what another request tokenizes.
+    made = partial(used.model.tokens, [prompt + text for text in texts], special=body.add_special_tokens)
+    return reply(await asyncio.to_thread(made))
 
 
 async def root(request: Request) -> Response:
@@ -242,6 +245,10 @@ async def _named(used: ServedRequest, inputs: Any, options: dict[str, Any], view
         words = "candidate_labels must be different names, at least two, and hypothesis_template must contain {} once"
         raise Refused(422, f"parameters: {words}; multi_label is true or false", field="parameters") from None
     rows, single = _rows(spec, inputs)
+    pairs, most = len(rows) * len(spec.options["candidate_labels"]), used.service.options.max_rows
+    if (pairs > most and len(rows) > 1) or len(spec.options["candidate_labels"]) > most:
+        said = f"parameters.candidate_labels: {pairs:,} texts times labels; the limit is {most:,} (--max-rows)"
+        raise Refused(422, said, field="candidate_labels")
     answers = await _classes(used, rows, view(task_options=given), spec=spec)
     return answers[0] if single else answers
 

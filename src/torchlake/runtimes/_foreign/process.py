@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -104,25 +105,26 @@ class EngineProcess:
         started = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog = start_watchdog(0.0)
-        self._running = threading.Thread(target=self._run, args=(python, server, started), name="engine", daemon=True)
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self._pipes = [ours_in, ours_out]
+        run = partial(self._run, python, server, started, (theirs_in, theirs_out))
+        self._running = threading.Thread(target=run, name="engine", daemon=True)
         self._running.start()
         started.wait()
         if self._failed is not None:
             self.end()
             raise UsageError(f"{self.where}: it cannot be started: {self._failed.strerror}.") from self._failed
 
-    def _run(self, python: str, server: Path, started: threading.Event) -> None:
-        """Start the process, wait for its end, and end its group."""
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        self._pipes = [ours_in, ours_out]
+    def _run(self, python: str, server: Path, started: threading.Event, theirs: tuple[int, int]) -> None:
+        """Start the process with its ends of the pipes, wait for its end, and end its group."""
         try:
             self._process = subprocess.Popen(
-                [python, "-I", str(server), str(theirs_in), str(theirs_out), str(os.getpid())],
+                [python, "-I", str(server), *map(str, theirs), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs_in, theirs_out),
+                pass_fds=theirs,
                 env=child_environment(QUIET),
                 start_new_session=True,
             )
@@ -134,8 +136,8 @@ class EngineProcess:
             self._failed = error
             return
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+            for number in theirs:
+                os.close(number)
             started.set()
         wait_for_end(self._process)
         kill_group(self._process.pid)

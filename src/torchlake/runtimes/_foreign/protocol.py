@@ -84,7 +84,9 @@ class Frames:
         try:
             header = json.loads(text)
             ids, logprobs = header["ids"], header["logprobs"]
-            if not (type(header["type"]) is str and 0 <= ids <= MOST_VALUES and 0 <= logprobs <= MOST_VALUES):
+            if type(header["type"]) is not str or type(ids) is not int or type(logprobs) is not int:
+                raise ValueError
+            if not (0 <= ids <= MOST_VALUES and 0 <= logprobs <= MOST_VALUES):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise BrokenFrame(f"a header that cannot be read: {text[:200]!r}") from None

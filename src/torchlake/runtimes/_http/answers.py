@@ -75,7 +75,7 @@ def read_answer(endpoint: Endpoint, content: bytes) -> Answer:
         return _bad("it is an error", content)
     try:
         answer = _vector(value) if endpoint.api == "embeddings" else _texts(endpoint, value)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         return replace(_bad(str(error)[:SHOWN], content), **_usage(value))
     return replace(answer, **_usage(value))
 

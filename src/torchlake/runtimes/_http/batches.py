@@ -35,6 +35,8 @@ async def run_batch(
     while (state := await client.call("GET", f"batches/{name}"))["status"] not in ENDED:
         await asyncio.sleep(POLL_S)
     if state["status"] == "failed" and not state.get("output_file_id"):
+        if known is not None:  # of an attempt before, which has said why; its rows are asked again
+            return {}
         problems = (state.get("errors") or {}).get("data") or [{}]
         raise UsageError(f"{client.endpoint.url}: batch {name} failed: {client.clean(str(problems[0].get('message')))}")
     answers: dict[int, Answer] = {}

@@ -140,7 +140,8 @@ class Client:
                     self.limits.refused(seconds, wait)
             if attempt < self.endpoint.max_retries:
                 await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
-        return Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
+        failed = Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
+        return self.cleaned(failed, f"{name}-{attempt}")
 
     async def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         """Return the JSON object that the endpoint gives for another path. Raises UsageError if it refuses."""
@@ -183,6 +184,8 @@ class Client:
         if got.status == 200:
             self._answered = True
             return read_answer(self.endpoint, got.content)
+        if got.status == 402 or message_of(got.content)[0].lower() in QUOTA:
+            raise self._quota_reached(got, 0.0)
         self._check_fatal(got)
         self._answered = True
         return refused_row(got.status, got.content)
@@ -250,13 +253,16 @@ class Client:
 
     def _check_quota(self, got: Response, wait: float) -> None:
         """Raise LimitReached if waiting is not worth it."""
-        code, message = message_of(got.content)
-        if code.lower() in QUOTA or wait > LONGEST_WAIT_S:
-            after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
-            raise LimitReached(
-                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.clean(message)} Finished "
-                "rows are kept; run the same command again later."
-            )
+        if message_of(got.content)[0].lower() in QUOTA or wait > LONGEST_WAIT_S:
+            raise self._quota_reached(got, wait)
+
+    def _quota_reached(self, got: Response, wait: float) -> LimitReached:
+        said = self.clean(message_of(got.content)[1])
+        after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
+        return LimitReached(
+            f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {said} "
+            "Finished rows are kept; run the same command again later."
+        )
 
     def _broken(self, error: httpx.TransportError, attempt: int) -> str:
         """Return the problem of a connection. Raises UsageError if it is none of this request."""
@@ -287,7 +293,7 @@ class Client:
 
     def cleaned(self, answer: Answer, request_id: str) -> Answer:
         """Return an answer without the key, however it was written, and as valid text, with the id of its request."""
-        answer = replace(answer, request_id=request_id[:200])
+        answer = replace(answer, request_id=str(request_id)[:200], reasons=tuple(map(self._text, answer.reasons)))
         found = {name: getattr(answer, name) for name in ("reasoning", "tool_calls", "error", "request_id")}
         whole: dict[str, Any] = {name: self._text(each) for name, each in found.items() if each is not None}
         return replace(answer, texts=tuple(map(self._text, answer.texts)), **whole)

@@ -169,10 +169,20 @@ class EndpointJob:
             "key": settings.key,
             "columns": list(settings.keep),
             **({} if not settings.batch_api else {"batch_api": True}),
+            **self._answer_columns(),
             "prefix": settings.prefix,
             "null": settings.null,
             **({} if settings.price is None else {"price": asdict(settings.price)}),
         }
+
+    def _answer_columns(self) -> dict[str, Any]:
+        """Return the options that decide which columns there are, and that requests do not have."""
+        generation = self.settings.generation
+        if generation is None:
+            return {}
+        columns = generation.structure is not None and generation.structure.columns
+        found = {"logprobs": generation.logprobs, "json_columns": columns}
+        return {name: value for name, value in found.items() if value}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[AskedChunk, None, None]:
         done = [part.name for part in out.done]

@@ -168,8 +168,8 @@ class SpendingBudget:
             self._most = max(self._most, int(generated))
 
     def may_start(self, open_requests: int, estimate: float) -> bool:
-        """Return whether one more request fits; `open_requests` are open with it."""
-        prompt, generated = estimate * self._ratio * open_requests, float(self._most * open_requests)
+        """Return whether one more request fits; `open_requests` are open with it, of `estimate` tokens of prompts."""
+        prompt, generated = estimate * self._ratio, float(self._most * open_requests)
         limits, price, full = self._options, self._price, self.reached
         if limits.tokens is not None and self._tokens + prompt + generated > limits.tokens:
             full = full or "max_tokens_total"
