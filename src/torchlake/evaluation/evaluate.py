@@ -360,7 +360,7 @@ def _of_written(
             if spec.label not in frame.column_names:
                 raise missing_column("the frame", spec.label, frame.schema)
             labels, reasons = frame[spec.label], dict[int, str]()
-            scored = predict(frame.drop_columns([spec.label]), **options)
+            scored: Any = predict(frame.drop_columns([spec.label]), **options)
             own = [name for name in scored.column_names if name.startswith(PREFIX) or name == "error"]
             scored = scored.select(own)
         else:
@@ -477,7 +477,7 @@ def _measure(scored: pa.Table, labels: pa.ChunkedArray, reasons: dict[int, str],
         failures[row] = reason_column[row].as_py()
     usable = np.ones(len(labels), dtype=bool)
     usable[list(failures)] = False
-    if task.generates:  # a text that does not fit its structure is there, and is measured as it is
+    if task.generates:  # what does not fit its structure is measured as it is
         usable |= np.asarray(scored[f"{PREFIX}generated_text"].combine_chunks().is_valid()) & ~np.asarray(missing)
     errors = dict(count_reasons(pa.array(failures.values(), pa.string())).most_common())
     if not usable.any():

@@ -49,7 +49,7 @@ from torchlake.optimization.measure import Stopped, write_rows
 from torchlake.optimization.sample import Sample, draw_prompts, draw_sample
 from torchlake.optimization.texts import ROWS as TEXT_ROWS
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import checked_input, known_spec, scoring_settings, with_columns, with_table
+from torchlake.scoring.options import PROMPTS, checked_input, known_spec, scoring_settings, with_columns, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
@@ -156,6 +156,10 @@ def optimize(
         raise UsageError("max_drop and min_agreement must be shares from 0 to 1, and rows must be 1 or more.")
     text_pair, inputs = options.pop("text_pair", None), options.pop("inputs", None)
     generation = {name: options.pop(name, None) for name in GenerationArguments.__annotations__}  # type: ignore[misc]
+    unmeasured = [name for name in (*PROMPTS, "seed_by", "choices") if generation.get(name) is not None]
+    if unmeasured or (generation.get("n") or 1) > 1:
+        named_ones = ", ".join(unmeasured or ["n"])
+        raise UsageError(f"{named_ones}: optimize measures one text for each row of a column; leave it out.")
     task, read = options.pop("task", None), read_options(options)
     if is_frame(sample):
         read.refuse_for_frames()

@@ -50,6 +50,9 @@ Stage = Callable[["ray.data.Dataset"], "ray.data.Dataset"]
 
 def predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     """Return a frame in memory with the prediction columns added, as a frame of its kind."""
+    if settings.explode and not isinstance(frame, pa.Table):
+        kind = type(frame).__name__
+        raise UsageError(f"explode: a {kind} keeps its rows. Give the rows as a pyarrow table, or leave explode out.")
     table = to_arrow(frame)
     scored = map_frame(table, table.schema, settings, spec, engine)
     failed = len(scored) - scored["error"].null_count

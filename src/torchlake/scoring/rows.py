@@ -191,6 +191,10 @@ class RowReader:
             return []
         values = table[str(named)].to_pylist()
         made, bad = row_options([values[row] for row in rows], job)
+        runtime = self.settings.runtime
+        refusal = getattr(plugins.load("runtimes", runtime), "cannot_write", None) if isinstance(runtime, str) else None
+        if refusal is not None:
+            bad |= {row: f"bad_options: {why}" for row, one in enumerate(made) if (why := refusal(one)) is not None}
         for row, reason in bad.items():
             errors.setdefault(int(rows[row]), reason)
         return made

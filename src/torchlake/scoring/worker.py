@@ -378,7 +378,7 @@ def folded(predictions: pa.Table, settings: ScoringSettings) -> pa.Table:
     columns: dict[str, Any] = {}
     for column in predictions.schema:
         each = predictions[column.name].combine_chunks()
-        if column.name in ("truncated", settings.prefix + PROMPT_TOKENS.name):
+        if column.name in ("truncated", *(settings.prefix + name for name in (PROMPT_TOKENS.name, "tokens"))):
             columns[column.name] = each.take(from_numpy(np.arange(rows) * samples))
         elif column.name != "error":
             offsets = from_numpy(np.arange(rows + 1, dtype=np.int32) * samples)

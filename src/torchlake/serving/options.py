@@ -41,8 +41,8 @@ class ServeOptions:
     "Whether longer texts are truncated; if not, they are refused."
     reload: bool = False
     "Whether a new model in the folder, or behind the symbolic link, replaces the loaded one."
-    api_key: str | None = field(default_factory=lambda: os.environ.get("TORCHLAKE_API_KEY"), repr=False)
-    "The token that requests have to bring, by default that of the environment; None: none."
+    api_key: str | None = field(default=None, repr=False)
+    "The token that requests have to bring; None: that of the variable TORCHLAKE_API_KEY, if it is set."
     open_metrics: bool = False
     "Whether /metrics needs no token."
     allow_origin: tuple[str, ...] = ()
@@ -60,6 +60,8 @@ class ServeOptions:
         for name in ("drain_delay", "drain_timeout"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"{name}: expected 0 seconds or more, got {getattr(self, name)}")
+        if self.api_key is None and not self.page:  # the page is for this machine
+            object.__setattr__(self, "api_key", os.environ.get("TORCHLAKE_API_KEY"))
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("The API key must be printable ASCII characters, at least one.")
         if not 0 <= self.port <= 65535:

@@ -7,6 +7,7 @@ several answers each, and with seeds by key, every answer of a row has its own s
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -16,6 +17,8 @@ import pyarrow as pa
 
 from torchlake.errors import UsageError
 from torchlake.models.generation import GenerationOptions, check_values
+
+log = logging.getLogger(__name__)
 
 OPTIONS = "options"
 "The input, and the column that is found by its name."
@@ -34,6 +37,9 @@ def find_options(schema: pa.Schema, named: str | None) -> str | None:
         if named is not None:
             held = f"holds {schema.field(column).type}" if column in schema.names else "is not in the table"
             raise UsageError(f"options: the column {column!r} {held}; it is a struct of {', '.join(KINDS)}.")
+        return None
+    if named is None and not any(get_close_matches(one.name, KINDS, n=1) for one in kind):
+        log.warning("options: the column %r has no option of a row, and is not read as such", column)
         return None
     unknown = next((one.name for one in kind if one.name not in KINDS), None)
     if unknown is not None:
@@ -68,8 +74,12 @@ def _replaced(job: GenerationOptions, given: dict[str, Any]) -> GenerationOption
         given = {**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         if not all(isinstance(one, str) for one in given["stop"]):
             raise UsageError(f"stop is {stop!r}")
+    if "max_new_tokens" in given and job.structure is not None and job.structure.choices:
+        raise UsageError("max_new_tokens is not for rows whose answer is a choice")
     options = replace(job, **given)
     check_values(options)
+    if "seed" in given and options.temperature == 0:
+        raise UsageError("seed is given, and there is no sampling at temperature 0")
     if options.temperature > 0 and options.num_beams > 1:
         raise UsageError(f"temperature is {options.temperature:g}, and the job searches {options.num_beams} beams")
     if options.temperature == 0 and options.n > 1:

@@ -5,6 +5,7 @@ Cost: one chunk in memory besides the one being worked on. Where chunks are smal
 are read ahead, and those that are ready share batches; work that goes from row to row gets further ones while it runs.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,13 +140,18 @@ def reading_ahead(
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
         waiting: deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]] = deque()
+        order = threading.Lock()
 
         def pull() -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
             begun = begin(items)
-            if isinstance(begun, Ready) and len(waiting) < most:
-                with suppress(RuntimeError):  # the worker has ended
-                    waiting.append(thread.submit(pull))
+            if isinstance(begun, Ready):
+                with order, suppress(RuntimeError):  # the worker has ended
+                    waiting.extend(thread.submit(pull) for _ in range(len(waiting) < most))
             return begun
+
+        def pull_next() -> None:
+            with order:  # what it has pulled is there before what it begins to pull
+                waiting.append(thread.submit(pull))
 
         def further(limit: int) -> Sequence[Ready[Read]]:
             group: list[Ready[Read]] = []
@@ -153,18 +159,18 @@ def reading_ahead(
                 group.append(ahead)
                 waiting.popleft()
             if not waiting:  # the thread has stopped, because it was far enough ahead
-                waiting.append(thread.submit(pull))
+                pull_next()
             return group
 
         with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="read") as thread:
             stack.callback(_close, waiting)  # after the thread has ended, which may still be reading
-            waiting.append(thread.submit(pull))
+            pull_next()
             while (begun := waiting.popleft().result()) is not None:
                 if not isinstance(begun, Ready):
                     # The next chunk is pulled only afterwards: if the process dies now, the death has one possible
                     # cause, and no row of another chunk becomes a suspect.
                     yield from begun()
-                    waiting.append(thread.submit(pull))
+                    pull_next()
                 else:
                     yield from _finish(write, [begun, *further(most - 1)], partial(further, most))
 

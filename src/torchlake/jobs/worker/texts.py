@@ -94,8 +94,8 @@ class Texts:
                 done += ended
 
             self.writer.step(report)
-            for one in done:
-                del self._running[one.row]
+            # Not rows that an `add` has left which raised: they are written again.
+            done = [one for one in done if self._running.pop(one.row, None) is not None]
             if done:
                 self._log()
             for one in done:
@@ -138,6 +138,8 @@ class Texts:
 
     def _in_parts(self, failure: Exception) -> Iterator[tuple[int, Ended | str]]:
         """Write the rows that were in the writer when it raised `failure`: in halves, the others wait."""
+        if not self._running:  # no row's fault: further chunks could not be begun
+            raise failure
         failed, self._running = self._running, {}
         waiting, self._waiting = self._waiting, deque()
         found: list[tuple[int, Ended | str]] = []

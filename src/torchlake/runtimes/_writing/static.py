@@ -128,7 +128,9 @@ class StaticWriter:
 
     def _batch(self) -> list[Row]:
         def likeness(row: Row) -> tuple[int, ...]:
-            alike = (-len(row.tokens), len(row.prompt) if self.padding_matters else 0)
+            alike: tuple[int, ...] = (-len(row.tokens), len(row.prompt) if self.padding_matters else 0)
+            if row.options.num_beams > 1:  # the best beam depends on how long it may be
+                alike = (*alike, row.limit)
             return (*alike, row.number) if self.padding_matters and self._together else alike
 
         first = min(map(likeness, self._rows.values()))
