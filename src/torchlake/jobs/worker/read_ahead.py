@@ -139,8 +139,7 @@ def reading_ahead(
         return start(chunk, name, attempt)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
-        waiting: deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]] = deque()
-        order = threading.Lock()
+        waiting, order = deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]](), threading.Lock()
 
         def pull() -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
             begun = begin(items)
