@@ -232,7 +232,7 @@ class _Measuring:
             "text": spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
             "inputs": spec.inputs,
-            "all_probabilities": not plugins.load("tasks", spec.task).generates,
+            "all_probabilities": True,
             "prefix": PREFIX,
             "engine": self.engine,
             "runtime": self.runtime,

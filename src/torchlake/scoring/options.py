@@ -274,7 +274,7 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def refuse_for_frames(given: Mapping[str, Any], native: str | None) -> None:
-    """Raise UsageError for options of an output, or of a job with processes of its own: a frame has neither.
+    """Raise UsageError for options of an output, or of a job that starts processes: a frame has neither.
 
     A frame in memory is checked for its share of failed rows; a lazy one of an engine (`native`) is not counted.
     """
@@ -385,7 +385,7 @@ def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
 
 
 def has_own_python(runtime: Runtime | None) -> bool:
-    """Return whether a runtime runs in an interpreter of its own."""
+    """Return whether a runtime needs its own interpreter."""
     return isinstance(runtime, str) and hasattr(plugins.load("runtimes", runtime), "PYTHON")
 
 

@@ -374,13 +374,13 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": metrics, **thread_variables(threads)}
         command = [sys.executable, "-c", "from torchlake.serving.process import run_shared; run_shared()"]
         level = logging.getLogger("torchlake").getEffectiveLevel()
-        told = pack(os.fspath(model), replace(options, port=port, processes=1), load_options, level)
+        message = pack(os.fspath(model), replace(options, port=port, processes=1), load_options, level)
 
         def start(number: int) -> None:
             child = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE)
             assert child.stdin is not None, "a pipe"
             with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(told)
+                child.stdin.write(message)
             children[number] = child
 
         try:
@@ -436,7 +436,7 @@ def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_optio
     # The proxies of Ray Serve accept connections; a replica answers what they send it.
     build = partial(app, folder, options=replace(options, processes=1), **load_options)
     address = (options.host, options.port)
-    made.join()  # Ray has handlers of signals of its own, which are replaced below
+    made.join()  # Ray sets its own signal handlers, which are replaced below
     with noted_signals() as stop:
         most, drain_s = options.max_requests, options.drain_timeout
         end = made.serve(build, name="torchlake", address=address, most=most, drain_s=drain_s)
