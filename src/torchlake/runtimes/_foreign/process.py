@@ -31,6 +31,8 @@ LOAD_S = 3600.0
 "The longest time until an engine is ready: it may download, compile and read weights from a slow disk."
 CHECK_S = 300.0
 POLL_S = 0.5
+LOG_S = 10.0
+"Seconds to read what an ended process has printed; a descendant outside its group may keep the pipe open."
 TAIL_BYTES, TAIL_LINES = 16 << 10, 12
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 "Nothing but torchlake opens connections, and the model is a folder."
@@ -110,6 +112,7 @@ class EngineProcess:
         self._pipes = [ours_in, ours_out]
         run = partial(self._run, python, server, started, (theirs_in, theirs_out))
         self._running = threading.Thread(target=run, name="engine", daemon=True)
+        self._logging = threading.Thread(target=self._log, name="engine's log", daemon=True)
         self._running.start()
         started.wait()
         if self._failed is not None:
@@ -131,7 +134,7 @@ class EngineProcess:
             self._watch("+")
             for number in self._pipes:
                 os.set_blocking(number, False)
-            threading.Thread(target=self._log, name="engine's log", daemon=True).start()
+            self._logging.start()
         except OSError as error:
             self._failed = error
             return
@@ -215,6 +218,8 @@ class EngineProcess:
         if self._process is not None and self.code is None:
             kill_group(self._process.pid)
         self._running.join(POLL_S * 10)
+        if self._logging.ident is not None:  # what it printed last says why it died
+            self._logging.join(LOG_S)
         for number in self._pipes:
             os.close(number)
         self._pipes = []
