@@ -78,6 +78,8 @@ class Call:
             pass
 
 
+END_S = 1.0
+"Seconds in which the thread of a model that was dropped may end."
 Part = tuple[Call, np.ndarray]
 "A call, and the rows of it that are computed."
 
@@ -116,12 +118,17 @@ class Batcher:
             self._changed.notify()
 
     def close(self, *, wait: bool = True) -> None:
-        """Refuse further calls, compute those that wait, and end the thread; `wait` until it has ended."""
+        """Refuse further calls, compute those that wait, and end the thread; `wait` until it has ended.
+
+        An idle thread ends at once in any case: one that wakes while the interpreter ends would abort the process.
+        """
         with self._changed:
             self._closed = self._closed or CLOSED
             self._changed.notify()
-        if wait and self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._thread.join(None if wait else END_S)
+        if wait:
             self._compute, self._budget = (lambda parts: ()), (lambda: 0)  # they hold the model
 
     def abandon(self, seconds: float) -> bool:

@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, *rest, **named)
         application: Any = config.app
         self._options: ServeOptions = application.state.service.options
-        self._received, self._complete = 0, False
+        self._received, self._complete, self._ended = 0, False, False
         self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -80,15 +80,17 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._received += 0 if self._complete else len(data)
         if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
             # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
             self._late = self.loop.call_later(self._options.read_timeout, self.transport.close)
-        # A chunk that ends the headers may have a part of the body, too.
-        if not self._complete and self._received > MAX_HEADERS + len(data):
+        self._ended = False
+        super().data_received(data)
+        if self._complete or self.transport.is_closing():
+            return
+        # Of a chunk that ends another request an unknown part belongs to these headers: the next chunks count.
+        self._received += 0 if self._ended else len(data)
+        if self._received > MAX_HEADERS:
             self._too_large()
-        else:
-            super().data_received(data)
 
     def on_headers_complete(self) -> None:
         self._complete = True
@@ -103,6 +105,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._ended = True
         if not self.transport.is_closing():
             super().on_message_complete()
 
