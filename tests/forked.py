@@ -356,8 +356,9 @@ def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        # First out of the way: a wanted number may be that of another file.
-        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 200) for file in files]
+        # First out of the way, above all wanted numbers: one of these may be that of another file.
+        above = max(request["files"], default=0) + 1
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
         for file in files:
             os.close(file)
         for file, number in zip(moved, request["files"], strict=True):
