@@ -63,6 +63,7 @@ LONGEST = (
     "unit/tuning",
 )
 "Modules and folders in the order in which they begin; the others follow."
+SLOW_S = 3600
 REAL_STARTS = (
     "unit/engines",
     "conformance/test_engines.py",
@@ -118,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each module is one process's, with its fixtures; so are all tests of Spark, and all of Ray.
 
     These two come first, and modules of many seconds before the others, so that no process is alone in the end. The
-    order is that of names, in whichever one a process has read the modules.
+    order is that of names, in whichever one a process has read the modules. Slow tests have an hour.
     """
     places: dict[pytest.Item, tuple[int, str]] = {}
     for item in items:
@@ -128,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         module = item.nodeid.partition("::")[0].partition("/")[2]
         group = min(clusters, default=module)
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
         longest = next((place for place, name in enumerate(LONGEST) if module.startswith(name)), len(LONGEST))
         places[item] = -1 if clusters else longest, module
     items.sort(key=places.__getitem__)
