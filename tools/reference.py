@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import meanings
 import numpy as np
@@ -27,7 +27,7 @@ import torchlake as tl
 from torchlake import errors, plugins
 from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
-from torchlake.config.options import PredictOptions
+from torchlake.config.options import Option, PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models.generation import MARKS
 from torchlake.serving.options import ServeOptions
@@ -370,11 +370,11 @@ def routes_page() -> Iterator[str]:
             rows.append((f"`{path}`", f"`{name}`", _body_kind(field), default))
     yield from table(("route", "field", "values", "default"), rows)
     yield from ("", "## Options of Python", "", "`tl.serving.ServeOptions`, for `tl.serve` and `tl.serving.app`:", "")
-    meaning = _attribute_docstrings(ServeOptions)
-    options = [
-        (f"`{one.name}`", f"`{_type(get_type_hints(ServeOptions)[one.name])}`", f"`{one.default!r}`", meaning[one.name])
-        for one in dataclasses.fields(ServeOptions)
-    ]
+    others, options = _attribute_docstrings(ServeOptions), []
+    for name, kind in get_type_hints(ServeOptions, include_extras=True).items():
+        written, option = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+        meaning = others[name] if option is None else _without_flags(option)
+        options.append((f"`{name}`", f"`{_type(written)}`", f"`{getattr(ServeOptions, name, None)!r}`", meaning))
     yield from table(("option", "type", "default", "meaning"), options)
 
 
@@ -432,19 +432,21 @@ def _options() -> Iterator[str]:
     """The options of `predict`, from their declaration: types for Python, and the help of the command line."""
     yield from ("", "## PredictOptions", "", meanings.OPTIONS, "")
     keywords = {}
-    for name in meanings.OF_MODELS - meanings.OF_TOOLS - {"predict", "rank"}:
+    for name in meanings.OF_MODELS - meanings.OF_TOOLS - {"predict"}:
         for parameter in inspect.signature(getattr(tl, name)).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 keywords[name] = get_type_hints(get_args(parameter.annotation)[0], include_extras=True)
-    command = typer.main.get_command(app).commands["predict"]  # type: ignore[attr-defined]
-    shown = {
-        param.name: re.sub("--([a-z]+)", r"`\1`", param.help.replace("; repeatable", "")) for param in command.params
-    }
     rows = []
     for name, kind in get_type_hints(PredictOptions, include_extras=True).items():
         others = ", ".join(f"`{other}`" for other in sorted(keywords) if keywords[other].get(name) == kind)
-        rows.append((f"`{name}`", f"`{_type(get_args(kind)[0])}`", shown[name], others))
+        written, option = get_args(kind)
+        rows.append((f"`{name}`", f"`{_type(written)}`", _without_flags(option), others))
     yield from table(("option", "type", "meaning", "also of"), sorted(rows))
+
+
+def _without_flags(option: Option) -> str:
+    """The help of an option for Python, where the others have names."""
+    return re.sub("--([a-z]+)", r"`\1`", option.help.replace("; repeatable", ""))
 
 
 def results_page() -> Iterator[str]:

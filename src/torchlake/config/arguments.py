@@ -2,6 +2,7 @@
 
 import numbers
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -27,6 +28,16 @@ def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) ->
         problem = _problem(value, annotations.get(name, Any))
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
+
+
+def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise TypeError, as a function does, for an argument that is not `known`, and UsageError for a wrong type."""
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    check_arguments(given, known)
 
 
 def _problem(value: Any, annotation: Any) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import pyarrow as pa
 
+from torchlake.config.arguments import refuse_unknown
 from torchlake.config.options import JobArguments
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources, as_engine
@@ -21,7 +22,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.code_identity import check_takes_nothing, code_identity, function_name
 from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
-from torchlake.jobs.options import check_values, output_options, refuse_unknown
+from torchlake.jobs.options import check_values, output_options
 from torchlake.jobs.table_job import shown_outcome, table_job, workspace_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction

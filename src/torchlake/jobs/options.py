@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from torchlake.config.arguments import check_arguments
 from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
 from torchlake.outputs.target import TargetOptions, target_options
@@ -51,16 +49,6 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     if options.get("overwrite"):
         target = replace(target, mode="overwrite")
     return OutputOptions(**options, read=read, target=target)
-
-
-def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError, as a function does, for an argument that is not `known`, and UsageError for a wrong type."""
-    unknown = sorted(given.keys() - known.keys())
-    if unknown:
-        close = get_close_matches(unknown[0], known, n=1)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
-    check_arguments(given, known)
 
 
 def check_values(given: Mapping[str, Any], *, counts: tuple[str, ...]) -> None:

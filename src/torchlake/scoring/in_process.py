@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.arguments import refuse_unknown
 from torchlake.config.options import GenerationArguments
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.data.features import Features
@@ -37,7 +38,6 @@ from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import refuse_unknown
 from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus

@@ -14,13 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.arguments import check_arguments
+from torchlake.config.arguments import check_arguments, refuse_unknown
 from torchlake.config.options import EndpointArguments, JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.jobs.options import OutputOptions, check_values, output_options
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options

@@ -16,13 +16,14 @@ from typing import Any, Unpack, overload
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.arguments import refuse_unknown
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import OutputOptions, output_options, refuse_unknown
+from torchlake.jobs.options import OutputOptions, output_options
 from torchlake.jobs.table_job import Finished, shown_outcome, table_job
 from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of

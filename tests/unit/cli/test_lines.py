@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake.cli import lines
+from torchlake.cli.commands import lines
 from torchlake.cli.main import main
 from torchlake.tables.record import committed_files
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from torchlake import plugins
-from torchlake.config.options import EndpointArguments, JobArguments, PromptArguments, SamplingArguments
+from torchlake.config.options import EndpointArguments, GenerationArguments, JobArguments, PromptArguments
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -23,10 +23,9 @@ BATCH_SHARE = 0.5
 "Of the price that hosted models take for requests in batches."
 TAKEN = {
     *JobArguments.__annotations__,
-    *SamplingArguments.__annotations__,
-    *PromptArguments.__annotations__,
+    *GenerationArguments.__annotations__,
     *EndpointArguments.__annotations__,
-    *("seed", "chat", "task", "inputs", "null", "prefix"),
+    *("chat", "task", "inputs", "null", "prefix"),
 }
 
 
@@ -84,7 +83,8 @@ def _endpoint(
         raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
     kind: Api = api or ("embeddings" if task == EMBEDS else "chat")
     writes = kind != "embeddings"
-    sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
+    writing = (*GenerationArguments.__annotations__, "chat")
+    sampling = {name: given[name] for name in writing if name in given and name not in PromptArguments.__annotations__}
     if given.get("sample") is not None and not given.get("temperature"):
         sampling.pop("seed", None)
     generation = generation_options(WRITES if writes else EMBEDS, writes=writes, **sampling)
