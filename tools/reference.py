@@ -242,6 +242,7 @@ def _writes(param: Any) -> bool:
 
 def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen: set[tuple[str, ...]] = set()
     for name, command in commands.items():
         if not wanted(name):
             continue
@@ -249,9 +250,13 @@ def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
         rows = [_option(param) for param in command.params if not (param.hidden or _writes(param))]
         rows = [row for row in rows if row[0] not in {f"`{flag}`" for flag in ("--json", "--quiet", "--verbose")}]
-        if rows:
+        own, again = [row for row in rows if row not in seen], [row[0] for row in rows if row in seen]
+        seen.update(row for row in rows if row[0].startswith("`--"))
+        if own:
             yield ""
-            yield from table(("argument or option", "meaning"), rows)
+            yield from table(("argument or option", "meaning"), own)
+        if again:
+            yield from ("", f"As in the commands above: {', '.join(again)}.")
         if any(map(_writes, command.params)):
             yield from ("", "Its options for text generation: [writing](command-line-writing.md).")
         if command.epilog:

@@ -107,7 +107,7 @@ def _of(group: type) -> dict[str, tuple[Any, Option]]:
         if get_origin(kind) is Annotated:
             inner, option = get_args(kind)
             default = getattr(group, name, None)
-            if default not in (None, False, ()) and "(default:" not in option.help:
+            if default is not None and default is not False and default != () and "(default:" not in option.help:
                 shown = f"{default:g}" if isinstance(default, float) else default
                 option = replace(option, help=f"{option.help.removesuffix('.')} (default: {shown}).")
             found[name] = (inner, option)

@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from torchlake.config.messages import TEXT, expected, one_of
-from torchlake.config.options import types_of
+from torchlake.config.options import Option, types_of
 from torchlake.errors import UsageError
 
 WORDS: dict[type, tuple[str, type]] = {
@@ -20,12 +20,13 @@ WORDS: dict[type, tuple[str, type]] = {
 
 
 def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that is not of its type: a number, a string, a switch or one of some words.
+    """Raise UsageError for an argument that is not of its type (a number, a string, a switch or one of some words), or
+    out of the range of its `Option`.
 
     `annotations`: those of the function or of a TypedDict. Arguments with other types are not looked at.
     """
     for name, value in given.items():
-        problem = _problem(value, annotations.get(name, Any))
+        problem = _problem(value, annotations.get(name, Any)) or _out_of_range(value, annotations.get(name))
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
 
@@ -52,3 +53,12 @@ def _problem(value: Any, annotation: Any) -> str | None:
         return None
     found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)
     return None if found else expected(" or ".join(WORDS[kind][0] for kind in wanted), value)
+
+
+def _out_of_range(value: Any, annotation: Any) -> str | None:
+    option = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Option)), None)
+    if option is None or not isinstance(value, numbers.Real):
+        return None
+    if option.min is not None and not value >= option.min:
+        return f"must be at least {option.min:g}, got {value}"
+    return None if option.max is None or value <= option.max else f"must be at most {option.max:g}, got {value}"

@@ -76,7 +76,10 @@ class FolderArguments(ReadArguments, total=False):
     target_file_size: Annotated[int | str | None, _output("SIZE", "Write files of about this size, such as 256MiB.")]
     chunk_rows: Annotated[int | None, _execution("N", "Rows of a chunk (default: depends on the table's size).", min=1)]
     row_timeout_s: Annotated[
-        float, _execution("SECONDS", "Time limit of a forward pass (default: 600).", "--row-timeout")
+        float,
+        _execution(
+            "SECONDS", "Time limit of a forward pass (default: 600).", "--row-timeout", min=0.001, max=1_000_000
+        ),
     ]
 
 

@@ -8,11 +8,10 @@ table, a second read of one column, and the probabilities of all rows in memory 
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,7 +26,7 @@ from torchlake.config.arguments import check_arguments
 from torchlake.config.options import EvaluateOptions, ReadArguments
 from torchlake.config.task_spec import as_columns
 from torchlake.data.features import as_matrix, from_arrow
-from torchlake.display import Shown, Table, count, shown
+from torchlake.display import Shown, Table, count, plain, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
@@ -53,7 +52,7 @@ from torchlake.models.folders import model_hash
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
 from torchlake.scoring import predict as predicting
-from torchlake.scoring.options import known_spec, with_columns
+from torchlake.scoring.options.settings import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.storage.spread import Spread
@@ -118,11 +117,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a metric that is undefined on this table is null."""
-        value = asdict(self)
-        for metric in value["metrics"].values():
-            metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
-        del value["report"]
-        return {**value, "labels": list(self.labels)}
+        return {name: value for name, value in plain(self).items() if name != "report"}
 
 
 def evaluate(

@@ -10,8 +10,6 @@ from torchlake.outputs.target import TargetOptions, target_options
 from torchlake.tables.chunks import RowCost
 from torchlake.tables.sources._options import ReadOptions, read_options
 
-MAX_TIMEOUT_S = 1_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
@@ -49,16 +47,3 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     if options.get("overwrite"):
         target = replace(target, mode="overwrite")
     return OutputOptions(**options, read=read, target=target)
-
-
-def check_values(given: Mapping[str, Any], *, counts: tuple[str, ...]) -> None:
-    """Raise UsageError for a value out of range; `counts` are at least 1."""
-    rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
-    if not 0 <= rate <= 1:
-        raise UsageError(f"max_error_rate: expected a share of the rows from 0 to 1, got {rate}.")
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s: expected seconds above 0 and up to {MAX_TIMEOUT_S:,}, got {timeout}.")
-    for name in ("chunk_rows", *counts):
-        count = given.get(name)
-        if count is not None and count < 1:
-            raise UsageError(f"{name}: expected 1 or more, got {count}.")

@@ -17,7 +17,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,7 +28,7 @@ from torchlake.config.arguments import check_arguments, refuse_unknown
 from torchlake.config.options import FilterArguments, GenerationArguments, OptimizeOptions
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.config.types import parse_seconds
-from torchlake.display import Shown, shown
+from torchlake.display import Shown, plain, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
@@ -49,7 +49,8 @@ from torchlake.optimization.measure import Stopped, write_rows
 from torchlake.optimization.sample import Sample, draw_prompts, draw_sample
 from torchlake.optimization.texts import ROWS as TEXT_ROWS
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import checked_input, known_spec, scoring_settings, with_columns, with_table
+from torchlake.scoring.options.settings import known_spec, scoring_settings, with_columns
+from torchlake.scoring.options.table import checked_input, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
@@ -101,8 +102,8 @@ class Optimized:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; undefined numbers are null."""
-        value = asdict(self)
-        return {**value, "candidates": [_plain(one) for one in value["candidates"]]}
+        value: dict[str, Any] = plain(self)
+        return value
 
 
 def optimize(
@@ -302,11 +303,3 @@ def _logged(candidate: Candidate) -> Candidate:
     threads = "" if candidate.threads is None else f", threads {candidate.threads}"
     log.info("optimize: %s%s%s: %s", candidate.runtime, threads, candidate.speed, candidate.verdict)
     return candidate
-
-
-def _plain(candidate: dict[str, Any]) -> dict[str, Any]:
-    """Return a candidate with null for numbers that are not finite, as strict JSON requires."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in candidate.items()
-    }

@@ -26,9 +26,8 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.outputs.staging.spool import spooled
-from torchlake.tables.chunks import evenly_spaced, first_rows, plan_chunks
-from torchlake.tables.plan import Chunk
-from torchlake.tables.reading import ChunkReader, isolate_bad_text
+from torchlake.tables.chunks import evenly_spaced, first_rows, sample_rows
+from torchlake.tables.reading import isolate_bad_text
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
@@ -39,10 +38,8 @@ from torchlake.tasks._null_rows import read_inputs
 log = logging.getLogger(__name__)
 
 POOL_ROWS = 32_768
-CHUNK_ROWS = 1_024
 CALIBRATION_ROWS = 200
 DECILES = np.linspace(0.1, 0.9, 9)
-GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +139,7 @@ def draw_prompts(
 
 
 def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
-    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Return them and the unreadable ones."""
+    """Read rows spread over a table. Return them and the unreadable ones."""
     source = pinned(source)
     table = open_table(source, columns=spec.input_columns, options=options)
     columns = _checked(table.schema, spec, label, table.source)
@@ -152,20 +149,10 @@ def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) 
 
 
 def _read(table: Table, columns: Sequence[str]) -> tuple[pa.Table, dict[int, str]]:
-    """Read about `POOL_ROWS` rows of a table, as `_pool` does."""
-    chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
-    reader = ChunkReader(columns)
-    pieces: list[pa.Table] = []
-    unreadable: dict[int, str] = {}
-    for chunk in _spread(chunks):
-        first = sum(map(len, pieces))
-        rows, bad = reader.read(chunk)
-        pieces.append(rows)
-        unreadable |= {first + row: reason for row, reason in bad.items()}
-    reader.close()
-    if not pieces:
+    rows, unreadable, plan = sample_rows(table, columns)
+    if not plan.chunks:
         raise DataError(f"{table.source}: has no rows")
-    return pa.concat_tables(pieces), unreadable
+    return rows, unreadable
 
 
 def _frame_pool(frame: Any, spec: TaskSpec, label: str | None) -> tuple[pa.Table, dict[int, str]]:
@@ -188,14 +175,6 @@ def _lengths(inputs: Inputs, kinds: Mapping[str, str]) -> np.ndarray:
     texts = [each for name, each in inputs.items() if kinds[name] != NUMBER and pa.types.is_large_string(each.type)]
     found: np.ndarray = sum(pc.utf8_length(each).to_numpy(zero_copy_only=False) for each in texts)
     return found if texts else np.zeros(len(next(iter(inputs.values()))), dtype=np.int64)
-
-
-def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:
-    """Select chunks with `POOL_ROWS` rows in total (or all), spread evenly over the table, in its order."""
-    # Multiples of the golden ratio, modulo 1, leave no large gap at any number of them.
-    places = np.argsort((np.arange(len(chunks)) * GOLDEN) % 1, kind="stable") if len(chunks) else np.arange(0)
-    rows = np.cumsum([chunks[place].rows for place in places])
-    return [chunks[place] for place in sorted(places[: int(np.searchsorted(rows, POOL_ROWS)) + 1])]
 
 
 def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:

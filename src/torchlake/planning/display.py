@@ -1,7 +1,8 @@
 """A plan as text: facts by name, and two tables as rows of cells."""
 
 from torchlake.planning.cluster import size
-from torchlake.planning.plan import Plan, StrategyPlan
+from torchlake.planning.plan import Plan
+from torchlake.planning.strategies import StrategyPlan
 
 WARN_ABOVE = 0.05
 "The share of truncated rows above which a hint is shown."

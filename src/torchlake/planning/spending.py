@@ -86,7 +86,7 @@ def plan_endpoint(
     read = read_options({name: value for name, value in options.items() if name in ReadArguments.__annotations__})
     source = open_table(table, columns=(), options=read)
     work.fit(source)
-    picked, plan = sample_rows(source, work.settings.columns)
+    picked, _, plan = sample_rows(source, work.settings.columns)
     picked = picked.take(evenly_spaced(len(picked), min(len(picked), sampled)))
     prompts, _ = read_prompts(picked, {}, work.settings)
     share = len(prompts) / len(picked) if len(picked) else 0.0

@@ -30,7 +30,8 @@ from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.models import folders
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
-from torchlake.scoring.options import known_spec, refuse_collisions, with_columns
+from torchlake.scoring.options.settings import known_spec, with_columns
+from torchlake.scoring.options.table import refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy

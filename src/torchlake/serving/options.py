@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from torchlake.amounts import size_in_bytes
+from torchlake.config.arguments import check_arguments
 from torchlake.config.options import Option
 from torchlake.errors import UsageError
 
@@ -33,13 +34,20 @@ class ServeOptions:
     max_queued_tokens: Annotated[int, _serving("N", "Tokens in the queue from which on requests get 429.", min=1)] = (
         131_072
     )
-    queue_timeout: Annotated[float, _serving("SECONDS", "Time in the queue after which a request gets 503.")] = 30.0
+    queue_timeout: Annotated[
+        float, _serving("SECONDS", "Time in the queue after which a request gets 503.", min=0.001)
+    ] = 30.0
     row_timeout: Annotated[
-        float, _serving("SECONDS", "Time of a batch after which its rows are errors, and the process ends with 70.")
+        float,
+        _serving(
+            "SECONDS", "Time of a batch after which its rows are errors, and the process ends with 70.", min=0.001
+        ),
     ] = 600.0
-    read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive.")] = 10.0
-    drain_delay: Annotated[float, _serving("SECONDS", "After SIGTERM, accept connections this long.")] = 0.0
-    drain_timeout: Annotated[float, _serving("SECONDS", "After SIGTERM, answer accepted requests this long.")] = 25.0
+    read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive.", min=0.001)] = 10.0
+    drain_delay: Annotated[float, _serving("SECONDS", "After SIGTERM, accept connections this long.", min=0)] = 0.0
+    drain_timeout: Annotated[
+        float, _serving("SECONDS", "After SIGTERM, answer accepted requests this long.", min=0)
+    ] = 25.0
     truncate: bool = True
     "Whether longer texts are truncated; if not, they are refused."
     reload: Annotated[bool, _serving(None, "Take a new model in the folder or behind the link; kill -HUP: once.")] = (
@@ -55,21 +63,13 @@ class ServeOptions:
     "Whether GET / is a page to try the model."
 
     def __post_init__(self) -> None:
-        for name in ("processes", "max_rows", "max_requests", "max_queued_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        for name in ("queue_timeout", "row_timeout", "read_timeout"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
-        for name in ("drain_delay", "drain_timeout"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{name}: expected 0 seconds or more, got {getattr(self, name)}")
+        check_arguments(
+            {name: getattr(self, name) for name in ServeOptions.__annotations__}, ServeOptions.__annotations__
+        )
         if self.api_key is None and not self.page:  # the page is for this machine
             object.__setattr__(self, "api_key", os.environ.get("TORCHLAKE_API_KEY"))
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("The API key must be printable ASCII characters, at least one.")
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"port: expected 0 to 65535, got {self.port}")
 
     @property
     def body_bytes(self) -> int:

@@ -60,8 +60,8 @@ def with_prompts(
     template = "" if folder is None else chat_template(folder)
     if "chat_template" in given:
         template = _template(given["chat_template"])
-    if chats and task.inputs["text"] != PROMPT:
-        raise UsageError(f"{', '.join(chats)}: for conversations, and {spec.task} reads text.")
+    if (chats or chat) and task.inputs["text"] != PROMPT:
+        raise UsageError(f"{', '.join(['chat'] * chat + chats)}: for conversations, and {spec.task} reads text.")
     if chats and template is None:
         raise UsageError(
             f"{', '.join(chats)}: for conversations, and the tokenizer in {folder} has no chat template. Use a model "

@@ -23,8 +23,8 @@ from transformers import (
 
 from torchlake.optim.precision import ComputeWeights
 from torchlake.planning import costs
-from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
-from torchlake.planning.survey import _shape
+from torchlake.planning.model_survey import _shape
+from torchlake.planning.terms import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.training.model import kernels
 
 TOLERANCE = 0.08

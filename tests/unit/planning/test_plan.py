@@ -24,7 +24,7 @@ from torchlake.data import batching, order, packing
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.planning import cluster, display, survey, workload
-from torchlake.planning.costs import SHARDINGS
+from torchlake.planning.terms import SHARDINGS
 from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
 from torchlake.tasks._pretrained import base_model

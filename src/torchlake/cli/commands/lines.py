@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlake.cli.display import Outcome, plain
+from torchlake.cli.display import Outcome
 from torchlake.cli.options import General, Given, declared
-from torchlake.display import count
+from torchlake.display import count, plain
 from torchlake.errors import DataError, TooManyErrors, UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def lines_as_table(model: str, options: Mapping[str, Any]) -> "pa.RecordBatchRea
     import pyarrow as pa
 
     from torchlake.models.folders import model_folder
-    from torchlake.scoring.options import known_spec
+    from torchlake.scoring.options.settings import known_spec
 
     columns = known_spec(model_folder(model), options.get("task")).input_columns
     _check_columns(model, columns)

@@ -81,12 +81,12 @@ def compare(
     given: Given,
 ) -> Outcome:
     """Compare models over the same rows. Differences have intervals; rows won and lost are listed."""
-    from torchlake.evaluation.compare import compare
-
     options = given.options
     metric, by = options.pop("fail_if_worse", None), options.pop("by", None)
     if metric is None and by is not None:
         raise UsageError("--by is for --fail-if-worse: name a metric.")
+    from torchlake.evaluation.compare import compare
+
     done = compare(*models, **options)
     worse = [] if metric is None else done.worse(metric, by or 0.0)
     rows = []

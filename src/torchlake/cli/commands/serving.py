@@ -58,11 +58,11 @@ def serve(model: ModelFolder, given: Given) -> Outcome:
 @command("try runs/reviews/model", TryFlags, *LOADING)
 def try_(model: ModelFolder, given: Given) -> Outcome:
     """Try a model: a page in the browser, or a prompt in a terminal."""
+    if given["host"] not in (None, "127.0.0.1", "::1", "localhost"):
+        raise UsageError("--host: try is for this machine, without a token; use serve for others.")
     load_serving()
     from torchlake.serving.process import try_out
 
-    if given["host"] not in (None, "127.0.0.1", "::1", "localhost"):
-        raise UsageError("--host: try is for this machine, without a token; use serve for others.")
     options = ServeOptions(**{"port": 0, **given.some(TryFlags)}, page=True)
     status = try_out(model, options=options, read=input if sys.stdin.isatty() else None, **given.some(*LOADING))
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)

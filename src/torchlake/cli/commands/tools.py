@@ -6,9 +6,10 @@ from functools import partial
 from typing import Annotated, Literal
 
 from torchlake.cli.command import ModelFolder, argument, command
-from torchlake.cli.display import Outcome, fact_lines, plain
+from torchlake.cli.display import Outcome, fact_lines
 from torchlake.cli.options import Given
 from torchlake.config.options import Option
+from torchlake.display import plain
 from torchlake.errors import TorchlakeError, UsageError
 
 log = logging.getLogger(__name__)
@@ -86,11 +87,11 @@ class ReportFlags:
 @command("report runs/reviews", ReportFlags)
 def report(run: Annotated[str, argument("RUN", "Run folder.")], given: Given) -> Outcome:
     """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine."""
+    if given["port"] is not None and not given["serve"]:
+        raise UsageError("--port is for --serve.")
     from torchlake.reporting import live
     from torchlake.reporting.report import report
 
-    if given["port"] is not None and not given["serve"]:
-        raise UsageError("--port is for --serve.")
     path = report(run)
     if given["serve"]:
         with live.served(run, given["port"] or 0) as address:

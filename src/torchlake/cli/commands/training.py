@@ -6,11 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from torchlake.cli.command import SETTINGS, argument, command
-from torchlake.cli.display import Outcome, fact_lines, plain
+from torchlake.cli.display import Outcome, fact_lines
 from torchlake.cli.engine import engine_of_job, engine_settings
 from torchlake.cli.options import Given, JobFlags, declared
 from torchlake.config.options import EndpointArguments, Option
-from torchlake.display import grid, wrapped
+from torchlake.display import grid, plain, wrapped
 from torchlake.errors import UsageError
 from torchlake.redaction import redacted
 

@@ -17,7 +17,7 @@ from torchlake.runtimes._http.requests import Api, Endpoint, body_options, check
 from torchlake.scoring.endpoint.job import EMBEDS, WRITES, EndpointJob, JobLimits
 from torchlake.scoring.endpoint.rows import EndpointSettings
 from torchlake.scoring.endpoint.usage import Price, read_price
-from torchlake.tasks._prompts import with_prompts
+from torchlake.tasks._prompts import OF_CHATS, with_prompts
 
 BATCH_SHARE = 0.5
 "Of the price that hosted models take for requests in batches."
@@ -106,7 +106,8 @@ def _endpoint(
         raise UsageError("chat_template: an endpoint renders conversations by its own.")
     if generation is not None and generation.structure and generation.structure.columns and generation.n > 1:
         raise UsageError("json_columns and n: the columns are those of one answer.")
-    around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
+    around = ["chat"] if given.get("chat") else []
+    around += [name for name in OF_CHATS if getattr(prompts, name)]
     if around and kind == "completions":
         raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)
