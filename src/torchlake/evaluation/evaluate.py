@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
-from torchlake.config.arguments import check_arguments
-from torchlake.config.options import EvaluateOptions, ReadArguments
+from torchlake.config.arguments import refuse_unknown
+from torchlake.config.options import AnswerArguments, EvaluateOptions, ReadArguments
 from torchlake.config.task_spec import as_columns
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.display import Shown, Table, count, plain, shown
@@ -159,7 +159,9 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    check_arguments(options, EvaluateOptions.__annotations__)
+    if unmeasured := sorted(options.keys() & AnswerArguments.__annotations__.keys()):
+        raise UsageError(f"{', '.join(unmeasured)}: evaluate measures one answer of each row; leave it out.")
+    refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     writing = {name: value for name, value in options.items() if name not in (*read, *OF_REPORT, "report")}
     own, reading, request = model_folder(model), read_options(read), ReportRequest.of(options)
@@ -339,8 +341,6 @@ def _of_written(
     model: str | Path, table: Any, spec: TaskSpec, named: Mapping[str, Any], options: Any, reading: ReadOptions
 ) -> Evaluation:
     """Return the metrics of written texts; `named` are arguments of `predict`, `options` those of the caller."""
-    if options.get("n", 1) != 1:
-        raise UsageError("n: evaluate measures one answer of each row; leave it out.")
     assert spec.label is not None, "there are answers to compare with"
     predict = partial(
         predicting.predict,

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,9 +18,10 @@ import tiny
 import torchlake as tl
 from torchlake.cli.app import app
 from torchlake.cli.main import main
-from torchlake.errors import UsageError
+from torchlake.errors import PortTaken, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.models.generation import GenerationOptions
+from torchlake.reporting import live
 from torchlake.scoring.options.given import split_options
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.rows import ScoringSettings
@@ -85,6 +87,8 @@ def test_texts_are_not_continued(tiny_gpt2: Path, tmp_path: Path) -> None:
     [
         (lambda: tl.rank("m", "t", "o", partition_by="a"), "partition_by: not for rank, which writes a Parquet folder"),
         (lambda: tl.rank("m", "t", "o", token_counts=True), "unexpected keyword argument 'token_counts'"),
+        (lambda: tl.evaluate("m", "t", logprobs=True), "logprobs: evaluate measures one answer of each row"),
+        (lambda: tl.evaluate("m", "t", tokens=2), "unexpected keyword argument 'tokens'"),
         (lambda: tl.optimize("m", "t", n=2), "n: optimize measures one text"),
         (lambda: tl.optimize("m", "t", tokens=2), "unexpected keyword argument 'tokens'"),
         (lambda: tl.compare("a", "b", key="id"), "key: it names the rows of a table"),
@@ -114,3 +118,10 @@ def test_what_a_function_would_ignore_is_refused(call: Callable[[], Any], words:
 def test_what_a_command_would_ignore_is_refused(words: str, shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 64
     assert capfd.readouterr().err == f"error: {shown}\n"
+
+
+def test_a_port_of_the_report_that_is_taken_is_no_fault(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken"), live.served(tmp_path, port):
+            pass

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Literal
 
@@ -94,7 +95,7 @@ def report(run: Annotated[str, argument("RUN", "Run folder.")], given: Given) ->
 
     path = report(run)
     if given["serve"]:
-        with live.served(run, given["port"] or 0) as address:
+        with live.served(run, given["port"] or 0) as address, suppress(KeyboardInterrupt):
             log.warning("The report is at %s until Ctrl-C.", address)
             live.watch(run)
             threading.Event().wait()
