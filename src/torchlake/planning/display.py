@@ -45,8 +45,7 @@ def memory_rows(done: Plan) -> list[tuple[str, ...]]:
 def _memory_row(one: StrategyPlan, *, chosen: bool) -> tuple[str, ...]:
     memory = one.memory
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.overhead)
-    status = one.obstacle or ("taken" if chosen else "fits" if one.fits else "too much")
-    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), status)
+    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), "taken" if chosen else one.state)
 
 
 def scaling_rows(done: Plan) -> list[tuple[str, ...]]:

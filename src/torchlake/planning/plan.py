@@ -44,7 +44,7 @@ from torchlake.planning.strategies import (
 )
 from torchlake.planning.survey import TableSurvey, survey_table
 from torchlake.planning.terms import Cluster, ComputeSettings, Parameters, Shape
-from torchlake.planning.workload import Padding, Workload
+from torchlake.planning.workload import Padding, Workload, longest_row
 from torchlake.preparation.checks import check_metric, check_tables
 from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
@@ -124,7 +124,7 @@ class Plan:
                 size(one.memory.peak),
                 f"{one.time.overlapped:.3g}",
                 f"{one.hours:.3g}",
-                one.obstacle or ("taken" if one.strategy == self.choice else "fits" if one.fits else "too much memory"),
+                "taken" if one.strategy == self.choice else one.state,
             )
             for one in self.strategies
         ]
@@ -194,7 +194,7 @@ def plan(
         blocks=None if table.blocks is None else examples,
         batch_size=wanted.train.batch_size,
         steps=steps,
-        tokens=_tokens(table, rows, case.longest if table.blocks is None else _longest_text(table, rows)),
+        tokens=_tokens(table, rows, case.longest),
         padding=workload.padding(case, np.minimum(table.lengths, most), ranks=ranks, max_length=most),
         shape=case.shape,
         parameters=case.parameters,
@@ -236,7 +236,7 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         parameters=parameters,
         setting=setting,
         lengths=workload.representative_lengths(lengths, rows=examples, batch_size=train.batch_size, seed=train.seed),
-        longest=workload.longest_row(lengths, rows=examples, limit=table.spec.max_length),
+        longest=longest_row(lengths, rows=examples, limit=table.spec.max_length),
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
         seed=train.seed,
@@ -275,13 +275,10 @@ def _examples(job: Job, table: TableSurvey) -> int:
     return rows if table.blocks is None else max(1, round(len(table.blocks) * rows / len(table.lengths)))
 
 
-def _longest_text(table: TableSurvey, rows: int) -> int:
-    """Return the tokens of the longest of `rows` texts, which may continue in further blocks."""
-    return workload.longest_row(table.lengths, rows=rows, limit=sys.maxsize)
-
-
 def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
     lengths = table.lengths
+    if table.blocks is not None:  # the longest text, which may continue in further blocks
+        longest = longest_row(lengths, rows=rows, limit=sys.maxsize)
     mean, spread = float(lengths.mean()), float(lengths.std(ddof=1)) if len(lengths) > 1 else 0.0
     # Drawn without replacement, so only the rows that were not read add to the error.
     error = spread / math.sqrt(len(lengths)) * math.sqrt(max(0.0, 1 - table.sampled / table.rows))

@@ -42,12 +42,14 @@ class StrategyPlan:
     efficiency: float
     "Speed relative to perfect scaling from one rank."
 
+    @property
+    def state(self) -> str:
+        """Whether it can run and fits, in words."""
+        return self.obstacle or ("fits" if self.fits else "too much memory")
+
     def _shown(self) -> Shown:
-        state = self.obstacle or ("fits" if self.fits else "too much memory")
-        return (
-            f"{self.strategy} on {count(self.ranks, 'rank')}, {size(self.memory.peak)}, {self.hours:.3g} h, {state}",
-            [],
-        )
+        needs = f"{size(self.memory.peak)}, {self.hours:.3g} h"
+        return f"{self.strategy} on {count(self.ranks, 'rank')}, {needs}, {self.state}", []
 
 
 @dataclass(frozen=True, kw_only=True)

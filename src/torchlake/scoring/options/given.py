@@ -17,9 +17,7 @@ COMMON_NAMES = {"template": "prompt", "chat_template_kwargs": "template_options"
 "What other libraries call some of the options."
 
 
-def split_options(
-    given: PredictOptions,
-) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
+def split_options(given: PredictOptions) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
     """Split into the fields of `ScoringSettings`, of `GenerationOptions`, and the options of input and output.
 
     A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
