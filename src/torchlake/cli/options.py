@@ -19,6 +19,7 @@ import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
+from torchlake.config.messages import expected
 from torchlake.config.options import EvaluateOptions, Option, PredictOptions, types_of
 from torchlake.config.yaml import read_text
 from torchlake.errors import UsageError
@@ -221,7 +222,7 @@ def _whole(option: str, word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise UsageError(f"{option} {word}: expected a whole number.") from None
+        raise UsageError(f"{option}: {expected('a whole number', word)}") from None
 
 
 def _one_or_all(values: list[Any]) -> Any:

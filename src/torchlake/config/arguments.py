@@ -1,8 +1,10 @@
 """Check the arguments of Python functions, in the words in which a job file's values are checked."""
 
+import json
 import numbers
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -39,6 +41,24 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
         hint = f". Did you mean {close[0]!r}?" if close else ""
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
     check_arguments(given, known)
+
+
+def read_named(option: str, path: str | Path) -> str:
+    """Return the text of a file that an option names. Raises UsageError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{option}: {path}: cannot be read: {reason}") from None
+
+
+def read_named_json(option: str, path: str | Path) -> Any:
+    """Return the value in a JSON file that an option names. Raises UsageError."""
+    text = read_named(option, path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {path}: is not JSON: {error}") from None
 
 
 def _problem(value: Any, annotation: Any) -> str | None:

@@ -22,6 +22,7 @@ from torchlake.errors import PortTaken, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.models.generation import GenerationOptions
 from torchlake.reporting import live
+from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.options.given import split_options
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.rows import ScoringSettings
@@ -109,6 +110,11 @@ def test_what_a_function_would_ignore_is_refused(call: Callable[[], Any], words:
         ("plan job.yaml --max-cost 3", "--max-cost: for the plan of requests (--runtime http); leave it out."),
         ("plan job.yaml --runtime eager", "--runtime: for the plan of requests (--runtime http); leave it out."),
         ("plan t.csv --runtime http --flops 3T", "--flops: for the plan of a training; leave it out."),
+        (
+            "predict m t.csv -",
+            "OUTPUT is a folder, URL or table; answers are printed with torchlake predict MODEL - alone.",
+        ),
+        ("predict m t.csv out --stop-token-ids a,b", "--stop-token-ids: expected a whole number, got 'a'"),
         ("predict t.csv out --runtime http --profile", "--profile: for a model folder; leave it out."),
         ("try m --host 0.0.0.0", "--host: try is for this machine, without a token; use serve for others."),
         ("compare a b --by 1", "--by is for --fail-if-worse: name a metric."),
@@ -125,3 +131,12 @@ def test_a_port_of_the_report_that_is_taken_is_no_fault(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken"), live.served(tmp_path, port):
             pass
+
+
+@pytest.mark.parametrize("option", ["tools", "json_schema", "chat_template", "grammar"])
+def test_a_file_that_an_option_names_and_that_is_missing_is_named(option: str) -> None:
+    asked = {option: "missing.json" if option != "chat_template" else "missing.jinja"}
+    with pytest.raises(UsageError, match=rf"^{option}: missing.\w+: cannot be read: No such file or directory$"):
+        endpoint_job(
+            {"endpoint": "https://h/v1", "model_name": "m", **asked}, text=None, key=None, columns=(), engine=None
+        )

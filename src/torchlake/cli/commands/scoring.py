@@ -45,8 +45,10 @@ def predict(
     ] = None,
 ) -> Outcome:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
-    engine = given.engine
-    if given["runtime"] == "http" or given["endpoint"]:
+    engine, by_endpoint = given.engine, given["runtime"] == "http" or given["endpoint"]
+    if (table if by_endpoint else output) == STDIN:
+        raise UsageError("OUTPUT is a folder, URL or table; answers are printed with torchlake predict MODEL - alone.")
+    if by_endpoint:
         return _predict_by_endpoint(model, table, output, given)
     if output is None:
         if table != STDIN:
