@@ -64,7 +64,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
-from torchlake.tables.sources._options import ReadOptions, read_options
+from torchlake.tables.sources._options import ReadOptions, read_options, refuse_seed_alone
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
@@ -171,6 +171,8 @@ def evaluate(
     writes = plugins.load("tasks", spec.task).generates and bool(label or spec.label)
     if not writes and (given := sorted(writing)):
         raise UsageError(f"{', '.join(given)}: for a model that writes what is measured; name a label, its answers.")
+    if not writes:
+        refuse_seed_alone(read)
     refuse_unable(runtime, spec.task)
     job = _Measuring(model, own, table, task, engine, runtime, reading, read)
     columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}

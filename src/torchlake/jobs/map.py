@@ -27,6 +27,7 @@ from torchlake.jobs.table_job import shown_outcome, table_job, workspace_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.sources._options import refuse_seed_alone
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import Table, check_columns
@@ -118,6 +119,7 @@ def map(
     TableError and UsageError for mistakes.
     """
     refuse_unknown("map", options, MapOptions.__annotations__)
+    refuse_seed_alone(options)
     check_takes_nothing(make_worker, "map: make_worker", "def make_worker(): return function")
     native = engine_of(table)
     if native is not None:

@@ -90,6 +90,7 @@ def test_texts_are_not_continued(tiny_gpt2: Path, tmp_path: Path) -> None:
         (lambda: tl.rank("m", "t", "o", token_counts=True), "unexpected keyword argument 'token_counts'"),
         (lambda: tl.evaluate("m", "t", logprobs=True), "logprobs: evaluate measures one answer of each row"),
         (lambda: tl.evaluate("m", "t", tokens=2), "unexpected keyword argument 'tokens'"),
+        (lambda: tl.map(len, "t", "o", schema={}, seed=3), "seed: of a sample of the rows"),  # type: ignore[arg-type]
         (lambda: tl.optimize("m", "t", n=2), "n: optimize measures one text"),
         (lambda: tl.optimize("m", "t", tokens=2), "unexpected keyword argument 'tokens'"),
         (lambda: tl.compare("a", "b", key="id"), "key: it names the rows of a table"),
