@@ -244,12 +244,10 @@ def _plan_endpoint(table: str | None, given: Given) -> Outcome:
 
     if table is None:
         raise UsageError("plan --runtime http: name the table, torchlake plan TABLE --runtime http ...")
-    options = given.options
-    sampled = {"sampled": options.pop("sample_rows")} if "sample_rows" in options else {}
     if unused := sorted(given.some("set processes", PlannedFlags).keys() - {"sample_rows"}):
         raise UsageError(f"{given.flags[unused[0]]}: for the plan of a training; leave it out.")
-    options.pop("runtime", None)
-    done = plan_endpoint(given.tables(table), **sampled, **options)
+    options = {name: value for name, value in given.options.items() if name != "runtime"}
+    done = plan_endpoint(table, **options)
     lines = [*fact_lines(facts_of(done)), "", *(f"estimated with {line}" for line in done.assumptions)]
     return Outcome(values=plain(done), lines=lines)
 
