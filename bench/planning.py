@@ -23,7 +23,7 @@ from _common import SCRATCH, arguments, finish, random_model
 
 import torchlake as tl
 from torchlake import plugins
-from torchlake.planning.costs import SHARDINGS
+from torchlake.planning.terms import SHARDINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"base": "bert", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}

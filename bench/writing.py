@@ -27,7 +27,7 @@ import transformers
 from torchlake import plugins
 from torchlake.models.load import load_spec, load_tokenizer
 from torchlake.runtimes import _ctranslate2_export
-from torchlake.scoring.options import scoring_settings
+from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.scorer import Scorer
 
 WIDE = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}

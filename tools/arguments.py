@@ -4,7 +4,6 @@ Python callers pass sections as mappings, `train(data={...}, train={...})`. Type
 from a file, so it is written from the models that check the values. A test fails when the two differ.
 """
 
-import inspect
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,8 +90,6 @@ def _name(model: type[BaseModel]) -> str:
 
 def _section(model: type[BaseModel]) -> Iterator[str]:
     yield f"class {_name(model)}(TypedDict{'' if _is_value(model) else ', total=False'}):"
-    yield f'    """{inspect.getdoc(model)}"""'
-    yield ""
     for name, field in model.model_fields.items():
         yield f"    {name}: {GIVEN.get(f'{model.__name__}.{name}') or _type(field.annotation)}"
 

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import meanings
 import numpy as np
@@ -27,7 +27,7 @@ import torchlake as tl
 from torchlake import errors, plugins
 from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
-from torchlake.config.options import PredictOptions
+from torchlake.config.options import Option, PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models.generation import MARKS
 from torchlake.serving.options import ServeOptions
@@ -242,6 +242,7 @@ def _writes(param: Any) -> bool:
 
 def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen: set[tuple[str, ...]] = set()
     for name, command in commands.items():
         if not wanted(name):
             continue
@@ -249,9 +250,13 @@ def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
         rows = [_option(param) for param in command.params if not (param.hidden or _writes(param))]
         rows = [row for row in rows if row[0] not in {f"`{flag}`" for flag in ("--json", "--quiet", "--verbose")}]
-        if rows:
+        own, again = [row for row in rows if row not in seen], [row[0] for row in rows if row in seen]
+        seen.update(row for row in rows if row[0].startswith("`--"))
+        if own:
             yield ""
-            yield from table(("argument or option", "meaning"), rows)
+            yield from table(("argument or option", "meaning"), own)
+        if again:
+            yield from ("", f"As in the commands above: {', '.join(again)}.")
         if any(map(_writes, command.params)):
             yield from ("", "Its options for text generation: [writing](command-line-writing.md).")
         if command.epilog:
@@ -370,11 +375,11 @@ def routes_page() -> Iterator[str]:
             rows.append((f"`{path}`", f"`{name}`", _body_kind(field), default))
     yield from table(("route", "field", "values", "default"), rows)
     yield from ("", "## Options of Python", "", "`tl.serving.ServeOptions`, for `tl.serve` and `tl.serving.app`:", "")
-    meaning = _attribute_docstrings(ServeOptions)
-    options = [
-        (f"`{one.name}`", f"`{_type(get_type_hints(ServeOptions)[one.name])}`", f"`{one.default!r}`", meaning[one.name])
-        for one in dataclasses.fields(ServeOptions)
-    ]
+    others, options = _attribute_docstrings(ServeOptions), []
+    for name, kind in get_type_hints(ServeOptions, include_extras=True).items():
+        written, option = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+        meaning = others[name] if option is None else _without_flags(option)
+        options.append((f"`{name}`", f"`{_type(written)}`", f"`{getattr(ServeOptions, name, None)!r}`", meaning))
     yield from table(("option", "type", "default", "meaning"), options)
 
 
@@ -432,19 +437,21 @@ def _options() -> Iterator[str]:
     """The options of `predict`, from their declaration: types for Python, and the help of the command line."""
     yield from ("", "## PredictOptions", "", meanings.OPTIONS, "")
     keywords = {}
-    for name in meanings.OF_MODELS - meanings.OF_TOOLS - {"predict", "rank"}:
+    for name in meanings.OF_MODELS - meanings.OF_TOOLS - {"predict"}:
         for parameter in inspect.signature(getattr(tl, name)).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 keywords[name] = get_type_hints(get_args(parameter.annotation)[0], include_extras=True)
-    command = typer.main.get_command(app).commands["predict"]  # type: ignore[attr-defined]
-    shown = {
-        param.name: re.sub("--([a-z]+)", r"`\1`", param.help.replace("; repeatable", "")) for param in command.params
-    }
     rows = []
     for name, kind in get_type_hints(PredictOptions, include_extras=True).items():
         others = ", ".join(f"`{other}`" for other in sorted(keywords) if keywords[other].get(name) == kind)
-        rows.append((f"`{name}`", f"`{_type(get_args(kind)[0])}`", shown[name], others))
+        written, option = get_args(kind)
+        rows.append((f"`{name}`", f"`{_type(written)}`", _without_flags(option), others))
     yield from table(("option", "type", "meaning", "also of"), sorted(rows))
+
+
+def _without_flags(option: Option) -> str:
+    """The help of an option for Python, where the others have names."""
+    return re.sub("--([a-z]+)", r"`\1`", option.help.replace("; repeatable", ""))
 
 
 def results_page() -> Iterator[str]:

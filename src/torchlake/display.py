@@ -5,10 +5,12 @@ escaped. The HTML has no style but the alignment of cells, so that it follows th
 """
 
 import html
+import math
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 Table = Sequence[Sequence[Any]]
@@ -130,3 +132,19 @@ def _short(text: str, limit: int) -> str:
     """Return the text, cut in its middle if it is longer."""
     end = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[: limit - 3 - end]}...{text[len(text) - end :]}"
+
+
+def plain(value: Any) -> Any:
+    """Convert `value` to what strict JSON allows: dataclasses as objects, paths as strings, NaN as null, no numpy
+    types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -28,7 +28,7 @@ from torchlake.errors import DataError, TorchlakeError
 from torchlake.models.config import HEADS, POSITIONS_AFTER_PADDING, architectures_of
 from torchlake.models.write import quiet
 from torchlake.runtimes import fused
-from torchlake.scoring.options import known_spec
+from torchlake.scoring.options.settings import known_spec
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer
 

@@ -1,8 +1,7 @@
-"""What a command returns, and how its values become lines of text or strict JSON."""
+"""What a command returns, and how its values become lines of text."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torchlake.display import grid
@@ -57,22 +56,6 @@ def _writer_lines(candidates: Sequence[Any]) -> list[str]:
         numbers += [(one.common, ".2%"), (one.nats, "+.4f")]
         rows.append([one.runtime, *("-" if v is None else format(v, form) for v, form in numbers), one.verdict])
     return grid([head, *rows], left=(0, len(head) - 1))
-
-
-def plain(value: Any) -> Any:
-    """Convert `value` to what strict JSON allows: dataclasses as objects, paths as strings, NaN as null, no numpy
-    types."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _formatted(name: str, value: Any) -> str:

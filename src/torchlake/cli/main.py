@@ -26,7 +26,8 @@ from torchlake.cli.console import (
     silence_closed,
     stop_outcome,
 )
-from torchlake.cli.display import Outcome, plain
+from torchlake.cli.display import Outcome
+from torchlake.display import plain
 from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
 from torchlake.redaction import redacted

@@ -1,12 +1,15 @@
 """Check the arguments of Python functions, in the words in which a job file's values are checked."""
 
+import json
 import numbers
 from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from torchlake.config.messages import TEXT, expected, one_of
-from torchlake.config.options import types_of
+from torchlake.config.options import Option, types_of
 from torchlake.errors import UsageError
 
 WORDS: dict[type, tuple[str, type]] = {
@@ -19,14 +22,43 @@ WORDS: dict[type, tuple[str, type]] = {
 
 
 def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that is not of its type: a number, a string, a switch or one of some words.
+    """Raise UsageError for an argument that is not of its type (a number, a string, a switch or one of some words), or
+    out of the range of its `Option`.
 
     `annotations`: those of the function or of a TypedDict. Arguments with other types are not looked at.
     """
     for name, value in given.items():
-        problem = _problem(value, annotations.get(name, Any))
+        problem = _problem(value, annotations.get(name, Any)) or _out_of_range(value, annotations.get(name))
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
+
+
+def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise TypeError, as a function does, for an argument that is not `known`, and UsageError for a wrong type."""
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    check_arguments(given, known)
+
+
+def read_named(option: str, path: str | Path) -> str:
+    """Return the text of a file that an option names. Raises UsageError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{option}: {path}: cannot be read: {reason}") from None
+
+
+def read_named_json(option: str, path: str | Path) -> Any:
+    """Return the value in a JSON file that an option names. Raises UsageError."""
+    text = read_named(option, path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {path}: is not JSON: {error}") from None
 
 
 def _problem(value: Any, annotation: Any) -> str | None:
@@ -41,3 +73,12 @@ def _problem(value: Any, annotation: Any) -> str | None:
         return None
     found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)
     return None if found else expected(" or ".join(WORDS[kind][0] for kind in wanted), value)
+
+
+def _out_of_range(value: Any, annotation: Any) -> str | None:
+    option = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Option)), None)
+    if option is None or not isinstance(value, numbers.Real):
+        return None
+    if option.min is not None and not value >= option.min:
+        return f"must be at least {option.min:g}, got {value}"
+    return None if option.max is None or value <= option.max else f"must be at most {option.max:g}, got {value}"

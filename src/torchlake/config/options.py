@@ -3,8 +3,9 @@
     where: Annotated[str | None, given("CONDITION", 'Read only such rows, as in "stars >= 3".')]
 
 Functions take them as keywords (`**options: Unpack[PredictOptions]`), so type checkers and editors know them.
-`config/arguments.py` checks values by the same types, and `cli/options.py` makes the command line's options from these
-fields: `--where CONDITION`, with that help. The prose of the Python functions is in `predict`.
+`config/arguments.py` checks values by the same types, and a command whose declaration names a class has an option for
+each of its fields (`cli/options.py`): `--where CONDITION`, with that help. The prose of the Python functions is in
+`predict`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ class Option:
     "None: the name with hyphens."
     min: float | None = None
     max: float | None = None
+    required: bool = False
 
 
 LOGPROBS = ("mean", "tokens")
@@ -55,11 +57,11 @@ class ReadArguments(FilterArguments, total=False):
     """The arguments of the other functions that read stored tables."""
 
     sample: Annotated[float | None, _input("SHARE", "Read this share of the rows.")]
-    seed: Annotated[int | None, _input("N", "Random seed of --sample (default: 0).", min=0)]
+    seed: Annotated[int | None, _input("N", "Random seed of --sample, and of the tokens of texts (default: 0).", min=0)]
 
 
-class JobArguments(ReadArguments, total=False):
-    """The options of input and output of every job that writes a table."""
+class FolderArguments(ReadArguments, total=False):
+    """The options of input and output of a job that writes a folder."""
 
     on_bad_file: Annotated[
         Literal["error", "quarantine"],
@@ -71,6 +73,19 @@ class JobArguments(ReadArguments, total=False):
         float, _output("SHARE", "Stop if more than this share of rows fails, 0 to 1 (default: 0.5).", min=0, max=1)
     ]
     overwrite: Annotated[bool, _output(None, "Replace the output of another job.")]
+    target_file_size: Annotated[int | str | None, _output("SIZE", "Write files of about this size, such as 256MiB.")]
+    chunk_rows: Annotated[int | None, _execution("N", "Rows of a chunk (default: depends on the table's size).", min=1)]
+    row_timeout_s: Annotated[
+        float,
+        _execution(
+            "SECONDS", "Time limit of a forward pass (default: 600).", "--row-timeout", min=0.001, max=1_000_000
+        ),
+    ]
+
+
+class JobArguments(FolderArguments, total=False):
+    """The options of input and output of a job that writes a folder or a table."""
+
     format: Annotated[
         Literal["parquet", "delta", "iceberg"] | None,
         _output("parquet|delta|iceberg", "Format of a new output (default: parquet)."),
@@ -89,15 +104,10 @@ class JobArguments(ReadArguments, total=False):
     ]
     partition_by: Annotated[str | Sequence[str], _output("A,B", "Partition columns of a new table.")]
     add_columns: Annotated[bool, _output(None, "Add columns that the table lacks.")]
-    target_file_size: Annotated[int | str | None, _output("SIZE", "Write files of about this size, such as 256MiB.")]
-    chunk_rows: Annotated[int | None, _execution("N", "Rows of a chunk (default: depends on the table's size).", min=1)]
-    row_timeout_s: Annotated[
-        float, _execution("SECONDS", "Time limit of a forward pass (default: 600).", "--row-timeout")
-    ]
 
 
 class SamplingArguments(TypedDict, total=False):
-    """The options of text generation besides its seed."""
+    """How a model that writes chooses the tokens of an answer, besides the seed."""
 
     max_new_tokens: Annotated[int | None, _text("N", "Maximum tokens of each answer (default: 64).", min=1)]
     temperature: Annotated[float | None, _text("T", "Sampling temperature; 0 = greedy (default: 0).", min=0)]
@@ -109,11 +119,6 @@ class SamplingArguments(TypedDict, total=False):
         float | None,
         _text("P", "Sample from tokens with this share of the most likely one's probability.", min=0, max=1),
     ]
-    n: Annotated[int | None, _text("N", "Answers of each row, as lists (default: 1).", min=1)]
-    seed_by: Annotated[
-        Literal["text", "key"] | None,
-        _text("text|key", "Seed answers by the row's text, or by its --key, too (default: text)."),
-    ]
     min_new_tokens: Annotated[int | None, _text("N", "Minimum tokens of each answer (default: 0).", min=0)]
     repetition_penalty: Annotated[
         float | None, _text("X", "Divide the logits of tokens in prompt and answer (default: 1).", min=0)
@@ -124,21 +129,41 @@ class SamplingArguments(TypedDict, total=False):
     ]
     stop_token_ids: Annotated[Sequence[int] | None, _text("A,B", "Tokens, by id, that end an answer; repeatable.")]
     num_beams: Annotated[int | None, _text("N", "Beams of a beam search, without sampling (default: 1).", min=1)]
+    language: Annotated[str | None, _text("NAME", "Language that a multilingual translator writes, such as de_DE.")]
+    stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
+
+
+class StructureArguments(TypedDict, total=False):
+    """The form of the texts that a model writes; one of them."""
+
+    json_schema: Annotated[
+        Mapping[str, Any] | str | Path | None, _text("FILE", "Write JSON that fits this JSON schema.")
+    ]
+    regex: Annotated[str | None, _text("PATTERN", "Write texts that match this expression as a whole.")]
+    grammar: Annotated[str | Path | None, _text("FILE", "Write texts of this grammar, in Lark as llguidance reads it.")]
+
+
+class ChoiceArguments(TypedDict, total=False):
+    """Texts to choose from, the fourth form."""
+
+    choices: Annotated[
+        str | Sequence[str] | None, _text("A,B", "Write one of these texts, with the probability of each.")
+    ]
+
+
+class AnswerArguments(TypedDict, total=False):
+    """How many answers a row has, and what is written of them."""
+
+    n: Annotated[int | None, _text("N", "Answers of each row, as lists (default: 1).", min=1)]
+    seed_by: Annotated[
+        Literal["text", "key"] | None,
+        _text("text|key", "Seed answers by the row's text, or by its --key, too (default: text)."),
+    ]
     logprobs: Annotated[
         bool | Literal["mean", "tokens"] | None,
         _text("[tokens]", "Add the mean log-probability of each answer; tokens: of each token, too."),
     ]
-    language: Annotated[str | None, _text("NAME", "Language that a multilingual translator writes, such as de_DE.")]
-    stop: Annotated[str | Sequence[str] | None, _text("TEXT", "End an answer before this text; repeatable.")]
-    json_schema: Annotated[
-        Mapping[str, Any] | str | Path | None, _text("FILE", "Write JSON that fits this JSON schema.")
-    ]
     json_columns: Annotated[bool, _text(None, "Write the properties of the schema as typed columns.")]
-    regex: Annotated[str | None, _text("PATTERN", "Write texts that match this expression as a whole.")]
-    choices: Annotated[
-        str | Sequence[str] | None, _text("A,B", "Write one of these texts, with the probability of each.")
-    ]
-    grammar: Annotated[str | Path | None, _text("FILE", "Write texts of this grammar, in Lark as llguidance reads it.")]
 
 
 class PromptArguments(TypedDict, total=False):
@@ -164,7 +189,9 @@ class PromptArguments(TypedDict, total=False):
     ]
 
 
-class GenerationArguments(SamplingArguments, PromptArguments, total=False):
+class GenerationArguments(
+    SamplingArguments, StructureArguments, ChoiceArguments, AnswerArguments, PromptArguments, total=False
+):
     """The options of text generation; `predict` documents them."""
 
     seed: int | None
@@ -205,7 +232,9 @@ class EndpointArguments(TypedDict, total=False):
     insecure_endpoint: Annotated[bool, _endpoint(None, "Allow http:// to other machines.")]
 
 
-class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=False):
+class EvaluateOptions(
+    ReadArguments, SamplingArguments, StructureArguments, ChoiceArguments, PromptArguments, total=False
+):
     """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so.
 
     `report` and what follows are those of a folder with the rows that were measured.
@@ -222,8 +251,8 @@ class EvaluateOptions(ReadArguments, SamplingArguments, PromptArguments, total=F
     overwrite: Annotated[bool, _output(None, "Replace the report of another model or table.")]
 
 
-class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointArguments, total=False):
-    """The options of `predict` besides columns, runtime and engine; documented there."""
+class ModelArguments(TypedDict, total=False):
+    """How a model reads a table's rows."""
 
     task: Annotated[
         Any,
@@ -240,21 +269,10 @@ class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointA
             "--task-option",
         ),
     ]
-    text_pair: Annotated[str | Sequence[str], _input("COLUMN", "Column of the second text of a pair; repeatable.")]
-    inputs: Annotated[
-        Mapping[str, str | Sequence[str]], _input("NAME=COLUMN", "Column of another input of the task; repeatable.")
-    ]
     null: Annotated[
         Literal["error", "score"],
         _input("error|score", "Rows without text: report an error, or score as empty (default: error)."),
     ]
-    all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
-    token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]
-    embedding: Annotated[
-        Literal["float32", "int8", "binary"],
-        _output("float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."),
-    ]
-    prefix: Annotated[str, _output("TEXT", "Prefix for the names of prediction columns.")]
     max_length: Annotated[
         int | None, _input("N", "Maximum tokens of a row; longer ones are truncated (default: the model's).", min=4)
     ]
@@ -263,11 +281,54 @@ class PredictOptions(JobArguments, SamplingArguments, PromptArguments, EndpointA
         int,
         _execution("N", "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).", min=1),
     ]
+
+
+class ColumnArguments(TypedDict, total=False):
+    """The columns of a model's inputs besides the text."""
+
+    text_pair: Annotated[str | Sequence[str], _input("COLUMN", "Column of the second text of a pair; repeatable.")]
+    inputs: Annotated[
+        Mapping[str, str | Sequence[str]], _input("NAME=COLUMN", "Column of another input of the task; repeatable.")
+    ]
+
+
+class PredictOptions(
+    JobArguments,
+    ModelArguments,
+    ColumnArguments,
+    SamplingArguments,
+    StructureArguments,
+    ChoiceArguments,
+    AnswerArguments,
+    PromptArguments,
+    EndpointArguments,
+    total=False,
+):
+    """The options of `predict` besides columns, runtime and engine; documented there."""
+
+    all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
+    token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]
+    embedding: Annotated[
+        Literal["float32", "int8", "binary"],
+        _output("float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."),
+    ]
+    prefix: Annotated[str, _output("TEXT", "Prefix for the names of prediction columns.")]
     explode: Annotated[bool, _text(None, "With --n: a row for each answer, its number in the column sample.")]
     runtime_python: Annotated[
         str, _execution("PATH", "Python that has the runtime, if it needs one of its own, such as vllm.")
     ]
     chat: Annotated[bool, _text(None, "Texts are conversations: JSON lists of {role, content}.")]
+
+
+class RankOptions(FolderArguments, ModelArguments, total=False):
+    """The options of `rank` besides columns, runtime and engine: they are those of `predict`."""
+
+
+class OptimizeOptions(FilterArguments, ColumnArguments, SamplingArguments, StructureArguments, total=False):
+    """The options of `optimize` about the model's inputs, the rows that are read, and how texts are written."""
+
+    task: Any
+    seed: int | None
 
 
 def types_of(annotation: Any) -> tuple[Any, ...]:

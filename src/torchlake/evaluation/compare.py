@@ -22,13 +22,13 @@ import pyarrow.compute as pc
 
 from torchlake import atomic_io
 from torchlake.config.job import flat, load_job
-from torchlake.display import Shown, Table, shown
+from torchlake.display import Shown, Table, plain, shown
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import aligned
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.evaluation.sections.rows import FILE, finite
+from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.reporting.comparison import write_comparison
@@ -109,7 +109,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        value: dict[str, Any] = finite(asdict(self))
+        value: dict[str, Any] = plain(asdict(self))
         del value["report"]
         return value
 
@@ -126,6 +126,8 @@ def compare(
     """
     if len(models) < 2:
         raise UsageError("compare needs two or more evaluations, runs or models.")
+    if key is not None and table is None:
+        raise UsageError("key: it names the rows of a table; give one (--table), or leave it out.")
     folder = None if report is None else output_path(report)
     with ExitStack() as stack:
         if table is None:

@@ -8,11 +8,10 @@ table, a second read of one column, and the probabilities of all rows in memory 
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,11 +22,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
-from torchlake.config.arguments import check_arguments
-from torchlake.config.options import EvaluateOptions, ReadArguments
+from torchlake.config.arguments import refuse_unknown
+from torchlake.config.options import AnswerArguments, EvaluateOptions, ReadArguments
 from torchlake.config.task_spec import as_columns
 from torchlake.data.features import as_matrix, from_arrow
-from torchlake.display import Shown, Table, count, shown
+from torchlake.display import Shown, Table, count, plain, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
@@ -53,7 +52,7 @@ from torchlake.models.folders import model_hash
 from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.outputs.staging.spool import spooled
 from torchlake.scoring import predict as predicting
-from torchlake.scoring.options import known_spec, with_columns
+from torchlake.scoring.options.settings import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.storage.spread import Spread
@@ -65,7 +64,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
-from torchlake.tables.sources._options import ReadOptions, read_options
+from torchlake.tables.sources._options import ReadOptions, read_options, refuse_seed_alone
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
@@ -118,11 +117,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a metric that is undefined on this table is null."""
-        value = asdict(self)
-        for metric in value["metrics"].values():
-            metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
-        del value["report"]
-        return {**value, "labels": list(self.labels)}
+        return {name: value for name, value in plain(self).items() if name != "report"}
 
 
 def evaluate(
@@ -164,7 +159,9 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    check_arguments(options, EvaluateOptions.__annotations__)
+    if unmeasured := sorted(options.keys() & AnswerArguments.__annotations__.keys()):
+        raise UsageError(f"{', '.join(unmeasured)}: evaluate measures one answer of each row; leave it out.")
+    refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
     read: Any = {name: value for name, value in options.items() if name in ReadArguments.__annotations__}
     writing = {name: value for name, value in options.items() if name not in (*read, *OF_REPORT, "report")}
     own, reading, request = model_folder(model), read_options(read), ReportRequest.of(options)
@@ -174,6 +171,8 @@ def evaluate(
     writes = plugins.load("tasks", spec.task).generates and bool(label or spec.label)
     if not writes and (given := sorted(writing)):
         raise UsageError(f"{', '.join(given)}: for a model that writes what is measured; name a label, its answers.")
+    if not writes:
+        refuse_seed_alone(read)
     refuse_unable(runtime, spec.task)
     job = _Measuring(model, own, table, task, engine, runtime, reading, read)
     columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}
@@ -344,8 +343,6 @@ def _of_written(
     model: str | Path, table: Any, spec: TaskSpec, named: Mapping[str, Any], options: Any, reading: ReadOptions
 ) -> Evaluation:
     """Return the metrics of written texts; `named` are arguments of `predict`, `options` those of the caller."""
-    if options.get("n", 1) != 1:
-        raise UsageError("n: evaluate measures one answer of each row; leave it out.")
     assert spec.label is not None, "there are answers to compare with"
     predict = partial(
         predicting.predict,

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
+from torchlake.display import plain
 from torchlake.errors import FingerprintError, OutputError, UsageError
 from torchlake.evaluation.sections.facts import sections_of
 from torchlake.evaluation.sections.judged import read_judged
-from torchlake.evaluation.sections.rows import FILE, finite
+from torchlake.evaluation.sections.rows import FILE
 from torchlake.outputs.staging.folders import remove_leased
 from torchlake.redaction import redacted
 from torchlake.reporting.evaluation import write_page
@@ -136,7 +137,7 @@ def publish(
     if rows.is_file():
         judged = read_judged(rows, kind, evaluation["labels"], slices, hints=hints is not None)
         sections, truncated = sections_of(judged, slices, hints), judged.truncated
-    facts: dict[str, Any] = finite(
+    facts: dict[str, Any] = plain(
         redacted(
             {
                 "format": 1,

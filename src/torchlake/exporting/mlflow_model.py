@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
+from torchlake.config.arguments import check_arguments
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines.local import Local
 from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
-from torchlake.scoring.options import added_columns, check_options, checked_input, scoring_settings, with_export
+from torchlake.scoring.options.job import with_export
+from torchlake.scoring.options.settings import scoring_settings
+from torchlake.scoring.options.table import added_columns, checked_input
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.worker import make_table_worker
 from torchlake.tables.sources.frames import to_arrow
@@ -141,7 +145,7 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> PyfuncModel:
 
 
 def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSettings, TaskSpec]:
-    check_options(options)
+    check_arguments(options, PredictOptions.__annotations__)
     others = {name: value for name, value in options.items() if name != "runtime"}
     settings, spec, _ = scoring_settings(model, options["runtime"], {}, **others)
     return settings, spec

@@ -10,34 +10,37 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import pyarrow as pa
 
-from torchlake.config.options import JobArguments
+from torchlake.config.arguments import refuse_unknown
+from torchlake.config.options import JobArguments, Option
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.code_identity import check_takes_nothing, code_identity, function_name
 from torchlake.jobs.map_worker import MakeWorker, MappedChunk, MapSettings, make_map_worker, output_schema
-from torchlake.jobs.options import check_values, output_options, refuse_unknown
+from torchlake.jobs.options import output_options
 from torchlake.jobs.table_job import shown_outcome, table_job, workspace_of
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.sources._options import refuse_seed_alone
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import Table, check_columns
 
 BATCH_ROWS = 1024
+_execution = partial(Option, "Execution")
 
 
 class MapOptions(JobArguments, total=False):
     """The options of `map` besides columns and engine; documented there."""
 
-    batch_rows: int
-    gpus_per_process: int
+    batch_rows: Annotated[int, _execution("N", "Rows of a batch (default: 1024).", min=1)]
+    gpus_per_process: Annotated[int, _execution("N", "GPUs of each process (default: 0).", min=0)]
 
 
 @shown
@@ -116,9 +119,7 @@ def map(
     TableError and UsageError for mistakes.
     """
     refuse_unknown("map", options, MapOptions.__annotations__)
-    check_values(options, counts=("batch_rows",))
-    if options.get("gpus_per_process", 0) < 0:
-        raise UsageError(f"gpus_per_process: expected 0 or more, got {options['gpus_per_process']}.")
+    refuse_seed_alone(options)
     check_takes_nothing(make_worker, "map: make_worker", "def make_worker(): return function")
     native = engine_of(table)
     if native is not None:

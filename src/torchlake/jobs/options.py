@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from torchlake.config.arguments import check_arguments
 from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
 from torchlake.outputs.target import TargetOptions, target_options
 from torchlake.tables.chunks import RowCost
 from torchlake.tables.sources._options import ReadOptions, read_options
-
-MAX_TIMEOUT_S = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +47,3 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     if options.get("overwrite"):
         target = replace(target, mode="overwrite")
     return OutputOptions(**options, read=read, target=target)
-
-
-def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError, as a function does, for an argument that is not `known`, and UsageError for a wrong type."""
-    unknown = sorted(given.keys() - known.keys())
-    if unknown:
-        close = get_close_matches(unknown[0], known, n=1)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
-    check_arguments(given, known)
-
-
-def check_values(given: Mapping[str, Any], *, counts: tuple[str, ...]) -> None:
-    """Raise UsageError for a value out of range; `counts` are at least 1."""
-    rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
-    if not 0 <= rate <= 1:
-        raise UsageError(f"max_error_rate: expected a share of the rows from 0 to 1, got {rate}.")
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s: expected seconds above 0 and up to {MAX_TIMEOUT_S:,}, got {timeout}.")
-    for name in ("chunk_rows", *counts):
-        count = given.get(name)
-        if count is not None and count < 1:
-            raise UsageError(f"{name}: expected 1 or more, got {count}.")

@@ -16,19 +16,19 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.arguments import check_arguments
-from torchlake.config.options import FilterArguments, GenerationArguments
+from torchlake.config.arguments import check_arguments, refuse_unknown
+from torchlake.config.options import FilterArguments, GenerationArguments, OptimizeOptions
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.config.types import parse_seconds
-from torchlake.display import Shown, shown
+from torchlake.display import Shown, plain, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
@@ -49,7 +49,8 @@ from torchlake.optimization.measure import Stopped, write_rows
 from torchlake.optimization.sample import Sample, draw_prompts, draw_sample
 from torchlake.optimization.texts import ROWS as TEXT_ROWS
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import PROMPTS, checked_input, known_spec, scoring_settings, with_columns, with_table
+from torchlake.scoring.options.settings import known_spec, scoring_settings, with_columns
+from torchlake.scoring.options.table import checked_input, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
@@ -66,15 +67,6 @@ PROMISING = 2
 "The number of best runtimes that are tried with other thread counts."
 MIN_REFERENCE_S = 600.0
 "The time limit of eager, even if the budget is smaller: without eager there is no reference."
-
-
-class OptimizeOptions(FilterArguments, GenerationArguments, total=False):
-    """The options of `optimize` about the model's inputs, the rows that are read, and how texts are written; documented
-    there."""
-
-    text_pair: str | Sequence[str] | None
-    inputs: Mapping[str, str | Sequence[str]] | None
-    task: Any
 
 
 @shown
@@ -110,8 +102,8 @@ class Optimized:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; undefined numbers are null."""
-        value = asdict(self)
-        return {**value, "candidates": [_plain(one) for one in value["candidates"]]}
+        value: dict[str, Any] = plain(self)
+        return value
 
 
 def optimize(
@@ -150,17 +142,18 @@ def optimize(
     Raises UsageError for invalid arguments and for a model folder in the hub's cache or without write permission,
     DataError for a sample without usable rows, TorchlakeError if eager cannot score it, and the errors of `predict`.
     """
-    given = {"max_drop": max_drop, "min_agreement": min_agreement, "rows": rows, **options}
-    check_arguments(given, {**optimize.__annotations__, **OptimizeOptions.__annotations__})
+    check_arguments({"max_drop": max_drop, "min_agreement": min_agreement, "rows": rows}, optimize.__annotations__)
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or (rows is not None and rows < 1):
         raise UsageError("max_drop and min_agreement must be shares from 0 to 1, and rows must be 1 or more.")
-    text_pair, inputs = options.pop("text_pair", None), options.pop("inputs", None)
-    generation = {name: options.pop(name, None) for name in GenerationArguments.__annotations__}  # type: ignore[misc]
-    unmeasured = [name for name in (*PROMPTS, "seed_by", "choices") if generation.get(name) is not None]
-    if unmeasured or (generation.get("n") or 1) > 1:
-        named_ones = ", ".join(unmeasured or ["n"])
-        raise UsageError(f"{named_ones}: optimize measures one text for each row of a column; leave it out.")
-    task, read = options.pop("task", None), read_options(options)
+    unmeasured = sorted(options.keys() & GenerationArguments.__annotations__.keys() - OptimizeOptions.__annotations__)
+    if unmeasured:
+        named = ", ".join(unmeasured)
+        raise UsageError(f"{named}: optimize measures one text for each row of a column; leave it out.")
+    refuse_unknown("optimize", options, OptimizeOptions.__annotations__)
+    generation = {name: value for name, value in options.items() if name in GenerationArguments.__annotations__}
+    read = read_options({name: value for name, value in options.items() if name in FilterArguments.__annotations__})
+    columns: Any = {"text": text, "text_pair": options.get("text_pair"), "inputs": options.get("inputs")}
+    task = options.get("task")
     if is_frame(sample):
         read.refuse_for_frames()
     try:
@@ -169,11 +162,10 @@ def optimize(
         raise UsageError(f"budget: {error}") from None
     runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
-    spec = with_columns(known_spec(folder, task), folder, text=text, text_pair=text_pair, inputs=inputs)
+    spec = with_columns(known_spec(folder, task), folder, **columns)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    named: Any = {"text": text, "task": task, "inputs": inputs}
-    settings, spec, _ = scoring_settings(folder, REFERENCE, generation, text_pair=text_pair, **named)
+    settings, spec, _ = scoring_settings(folder, REFERENCE, generation, task=task, **columns)
     if settings.generation is None:
         drawn = draw_sample(sample, spec, label=label, rows=rows or ROWS, options=read)
         settings = replace(settings, all_probabilities=spec.task != EMBEDS)
@@ -311,11 +303,3 @@ def _logged(candidate: Candidate) -> Candidate:
     threads = "" if candidate.threads is None else f", threads {candidate.threads}"
     log.info("optimize: %s%s%s: %s", candidate.runtime, threads, candidate.speed, candidate.verdict)
     return candidate
-
-
-def _plain(candidate: dict[str, Any]) -> dict[str, Any]:
-    """Return a candidate with null for numbers that are not finite, as strict JSON requires."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in candidate.items()
-    }

@@ -26,23 +26,23 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.outputs.staging.spool import spooled
-from torchlake.tables.chunks import evenly_spaced, first_rows, plan_chunks
-from torchlake.tables.plan import Chunk
-from torchlake.tables.reading import ChunkReader, isolate_bad_text
+from torchlake.tables.chunks import evenly_spaced, first_rows, sample_rows
+from torchlake.tables.reading import isolate_bad_text
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
-from torchlake.tables.table import Table, missing_column, open_table
+from torchlake.tables.table import missing_column, open_table
 from torchlake.tasks._inputs import NUMBER, Inputs, check_columns
 from torchlake.tasks._null_rows import read_inputs
 
 log = logging.getLogger(__name__)
 
-POOL_ROWS = 32_768
-CHUNK_ROWS = 1_024
+POOL_ROWS, FIRST_ROWS = 32_768, 1000
 CALIBRATION_ROWS = 200
 DECILES = np.linspace(0.1, 0.9, 9)
-GOLDEN = (5**0.5 - 1) / 2
+
+ColumnsOf = Callable[[pa.Schema, str, Callable[[str], pa.Table]], Sequence[str]]
+"From the schema, the table's name and a function that reads the first rows of a column, to the columns to read."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,7 @@ def draw_sample(
     """
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
-    if is_frame(table):
-        pool, unreadable = _frame_pool(table, spec, column)
-    else:
-        with (
-            tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
-            spooled(table, Path(scratch, "sample")) as stored,
-        ):
-            pool, unreadable = _pool(stored, spec, column, options)
+    pool, unreadable = _read(table, lambda schema, where, _: _checked(schema, spec, column, where), options)
     targets = None
     if column is not None and column in pool.column_names:
         try:
@@ -110,70 +103,35 @@ def draw_sample(
     )
 
 
-def draw_prompts(
-    table: Any,
-    columns_of: Callable[[pa.Schema, str, Callable[[str], pa.Table]], Sequence[str]],
-    *,
-    rows: int,
-    options: ReadOptions,
-) -> pa.Table:
+def draw_prompts(table: Any, columns_of: ColumnsOf, *, rows: int, options: ReadOptions) -> pa.Table:
     """Draw at most `rows` prompts, spread over a table, frame or stream, in its order.
 
-    `columns_of` returns the columns to read, from the schema, the table's name and a function that reads the first rows
-    of a column; it raises the errors of `draw_sample`.
+    `columns_of` raises the errors of `draw_sample`.
     """
-    if is_frame(table):
-        whole = to_arrow(table)
-        found = whole.select(
-            list(columns_of(whole.schema, "the frame", lambda column: whole.select([column]).slice(0, 1000)))
-        )
-    else:
-        with (
-            tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
-            spooled(table, Path(scratch, "sample")) as stored,
-        ):
-            source = pinned(stored)
-            opened = open_table(source, options=options)
-            columns = tuple(columns_of(opened.schema, opened.source, lambda column: first_rows(opened, [column])))
-            found = _read(open_table(source, columns=columns, options=options), columns)[0]
+    found, _ = _read(table, columns_of, options)
     if not len(found):
         raise DataError("The sample has no rows.")
     return found.take(pa.array(evenly_spaced(len(found), min(rows, len(found)))))
 
 
-def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
-    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Return them and the unreadable ones."""
-    source = pinned(source)
-    table = open_table(source, columns=spec.input_columns, options=options)
-    columns = _checked(table.schema, spec, label, table.source)
-    if len(columns) > len(spec.input_columns):
-        table = open_table(source, columns=columns, options=options)
-    return _read(table, columns)
-
-
-def _read(table: Table, columns: Sequence[str]) -> tuple[pa.Table, dict[int, str]]:
-    """Read about `POOL_ROWS` rows of a table, as `_pool` does."""
-    chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
-    reader = ChunkReader(columns)
-    pieces: list[pa.Table] = []
-    unreadable: dict[int, str] = {}
-    for chunk in _spread(chunks):
-        first = sum(map(len, pieces))
-        rows, bad = reader.read(chunk)
-        pieces.append(rows)
-        unreadable |= {first + row: reason for row, reason in bad.items()}
-    reader.close()
-    if not pieces:
-        raise DataError(f"{table.source}: has no rows")
-    return pa.concat_tables(pieces), unreadable
-
-
-def _frame_pool(frame: Any, spec: TaskSpec, label: str | None) -> tuple[pa.Table, dict[int, str]]:
-    """Take every k-th row of a frame. Return the rows and the unreadable ones."""
-    table = to_arrow(frame)
-    columns = _checked(table.schema, spec, label, "the frame")
-    pool = table.select(list(columns)).take(pa.array(evenly_spaced(len(table), min(len(table), POOL_ROWS))))
-    return isolate_bad_text(pool)
+def _read(table: Any, columns_of: ColumnsOf, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
+    """Return rows spread over a table, frame or stream, and the reasons of unreadable ones."""
+    if is_frame(table):
+        whole = to_arrow(table)
+        columns = columns_of(whole.schema, "the frame", lambda column: whole.select([column]).slice(0, FIRST_ROWS))
+        places = evenly_spaced(len(whole), min(len(whole), POOL_ROWS))
+        return isolate_bad_text(whole.select(list(columns)).take(pa.array(places)))
+    with (
+        tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
+        spooled(table, Path(scratch, "sample")) as stored,
+    ):
+        source = pinned(stored)
+        opened = open_table(source, options=options)
+        columns = tuple(columns_of(opened.schema, opened.source, lambda column: first_rows(opened, [column])))
+        found, unreadable, plan = sample_rows(open_table(source, columns=columns, options=options), columns)
+        if not plan.chunks:
+            raise DataError(f"{opened.source}: has no rows")
+        return found, unreadable
 
 
 def _checked(schema: pa.Schema, spec: TaskSpec, label: str | None, where: str) -> tuple[str, ...]:
@@ -188,14 +146,6 @@ def _lengths(inputs: Inputs, kinds: Mapping[str, str]) -> np.ndarray:
     texts = [each for name, each in inputs.items() if kinds[name] != NUMBER and pa.types.is_large_string(each.type)]
     found: np.ndarray = sum(pc.utf8_length(each).to_numpy(zero_copy_only=False) for each in texts)
     return found if texts else np.zeros(len(next(iter(inputs.values()))), dtype=np.int64)
-
-
-def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:
-    """Select chunks with `POOL_ROWS` rows in total (or all), spread evenly over the table, in its order."""
-    # Multiples of the golden ratio, modulo 1, leave no large gap at any number of them.
-    places = np.argsort((np.arange(len(chunks)) * GOLDEN) % 1, kind="stable") if len(chunks) else np.arange(0)
-    rows = np.cumsum([chunks[place].rows for place in places])
-    return [chunks[place] for place in sorted(places[: int(np.searchsorted(rows, POOL_ROWS)) + 1])]
 
 
 def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:

@@ -4,7 +4,7 @@ A GPU that is not in this machine is assumed to be an A100. Speed here is measur
 shape, on as many threads as a rank would have. Cost: half a second.
 """
 
-from torchlake.planning.costs import Cluster, Link
+from torchlake.planning.terms import Cluster, Link
 from torchlake.planning.workload import Workload
 from torchlake.processes.hardware import available_memory, cores
 

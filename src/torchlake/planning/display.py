@@ -1,7 +1,8 @@
 """A plan as text: facts by name, and two tables as rows of cells."""
 
 from torchlake.planning.cluster import size
-from torchlake.planning.plan import Plan, StrategyPlan
+from torchlake.planning.plan import Plan
+from torchlake.planning.strategies import StrategyPlan
 
 WARN_ABOVE = 0.05
 "The share of truncated rows above which a hint is shown."
@@ -44,8 +45,7 @@ def memory_rows(done: Plan) -> list[tuple[str, ...]]:
 def _memory_row(one: StrategyPlan, *, chosen: bool) -> tuple[str, ...]:
     memory = one.memory
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.overhead)
-    status = one.obstacle or ("taken" if chosen else "fits" if one.fits else "too much")
-    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), status)
+    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), "taken" if chosen else one.state)
 
 
 def scaling_rows(done: Plan) -> list[tuple[str, ...]]:

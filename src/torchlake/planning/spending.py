@@ -15,7 +15,6 @@ import numpy as np
 
 from torchlake.config.options import ReadArguments
 from torchlake.display import Shown, count, shown
-from torchlake.errors import UsageError
 from torchlake.models.folders import model_folder
 from torchlake.models.tokenizer import load_tokenizer
 from torchlake.runtimes._http.requests import Prompt
@@ -23,7 +22,7 @@ from torchlake.scoring.endpoint.job import EndpointJob
 from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_prompts
 from torchlake.scoring.endpoint.usage import CHARACTERS
-from torchlake.tables.chunks import evenly_spaced, sample_rows
+from torchlake.tables import chunks
 from torchlake.tables.sources._options import read_options
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
@@ -72,7 +71,7 @@ def plan_endpoint(
     *,
     text: str | Sequence[str] | None = None,
     tokenizer: str | Path | None = None,
-    sampled: int = 2000,
+    sample_rows: int = 2000,
     **options: Any,
 ) -> SpendingPlan:
     """Return what `predict(None, table, output, ...)` with these options would take; nothing is sent.
@@ -80,14 +79,12 @@ def plan_endpoint(
     `tokenizer` is a model folder, or a name on the Hub; without one, tokens are guessed from characters. Raises as
     `predict` for mistakes in the options and the table.
     """
-    if sampled < 1:
-        raise UsageError(f"sample_rows: expected 1 or more, got {sampled}.")
     work = endpoint_job(options, text=text, key=None, columns=(), engine=None)
     read = read_options({name: value for name, value in options.items() if name in ReadArguments.__annotations__})
     source = open_table(table, columns=(), options=read)
     work.fit(source)
-    picked, plan = sample_rows(source, work.settings.columns)
-    picked = picked.take(evenly_spaced(len(picked), min(len(picked), sampled)))
+    picked, _, plan = chunks.sample_rows(source, work.settings.columns)
+    picked = picked.take(chunks.evenly_spaced(len(picked), min(len(picked), sample_rows)))
     prompts, _ = read_prompts(picked, {}, work.settings)
     share = len(prompts) / len(picked) if len(picked) else 0.0
     requests = round(share * plan.rows)

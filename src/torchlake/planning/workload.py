@@ -13,7 +13,7 @@ import numpy as np
 
 from torchlake.data import batching, order
 from torchlake.planning import costs
-from torchlake.planning.costs import Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime, Traffic
+from torchlake.planning.terms import Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime, Traffic
 
 TAIL = 0.9
 "Quantile above which lengths are assumed to be exponentially distributed."

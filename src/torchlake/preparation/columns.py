@@ -105,7 +105,7 @@ class SampledRows(NamedTuple):
 def survey_columns(table: Table, task: Any) -> SampledRows:
     """Return a sample of the table, and what its columns hold."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
-    values, plan = sample_rows(table, names)
+    values, _, plan = sample_rows(table, names)
     return SampledRows([_survey(name, values[name], task) for name in names], plan.rows, values, sampled_chunks(plan))
 
 

@@ -261,6 +261,7 @@ def write_requirements(runtime: str, path: str) -> RuntimeEnvironment:
     file, lines = Path(path), "".join(f"{one}\n" for one in requirements)
     if file.exists() and file.read_text(encoding="utf-8") != lines:
         raise UsageError(f"{file}: there is a file with other lines. Name a new one.")
+    file.parent.mkdir(parents=True, exist_ok=True)
     atomic_io.write_bytes(file, lines.encode(), site="requirements")
     folder = f"/opt/{runtime}"
     commands = (

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from torchlake.errors import PortTaken
 from torchlake.reporting.report import report
 from torchlake.runs.folder import RESULT
 from torchlake.tables.record import local_output
@@ -43,7 +44,10 @@ def watch(run: str | Path, *, every_s: float = EVERY_S, over: threading.Event | 
 
 @contextmanager
 def served(run: str | Path, port: int = 0) -> Iterator[str]:
-    """Serve the pages of a run on 127.0.0.1 while the block runs; yield their address. Port 0: any that is free."""
+    """Serve the pages of a run on 127.0.0.1 while the block runs; yield their address. Port 0: any that is free.
+
+    Raises PortTaken.
+    """
     folder = local_output(run)
 
     class Pages(BaseHTTPRequestHandler):
@@ -71,7 +75,13 @@ def served(run: str | Path, port: int = 0) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             log.debug(format, *args)
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Pages) as server:
+    try:
+        made = ThreadingHTTPServer(("127.0.0.1", port), Pages)
+    except OSError as error:
+        raise PortTaken(
+            f"port {port} of 127.0.0.1 is taken ({error.strerror}); choose another one with --port"
+        ) from None
+    with made as server:
         thread = threading.Thread(target=server.serve_forever, name="report", daemon=True)
         thread.start()
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.checkpoints import location
 from torchlake.config.job import load_job
+from torchlake.display import plain
 from torchlake.errors import DataError, StorageError, UsageError
 from torchlake.models.folders import ADAPTER_TENSORS, WEIGHTS
 from torchlake.preparation import summary
@@ -57,7 +58,7 @@ def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the facts of a cross-validation, and its page; without metrics until every fold is trained."""
     settings = atomic_io.read_json(folder / FOLDS)
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
-    facts: dict[str, Any] = _plain(
+    facts: dict[str, Any] = plain(
         redacted(
             {
                 "run": folder.resolve().name,
@@ -92,7 +93,7 @@ def collect(folder: Path) -> dict[str, Any]:
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
     found = doctor().facts
     installed = {name: value for name, value in found["optional"].items() if not value.startswith("missing")}
-    facts: dict[str, Any] = _plain(
+    facts: dict[str, Any] = plain(
         {
             "run": folder.resolve().name,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -218,12 +219,3 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     width = max(1, math.ceil(len(finite) / CURVE_POINTS))
     groups = [finite[start : start + width] for start in range(0, len(finite), width)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` with NaN and infinities, which JSON lacks, as null."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,37 +18,27 @@ from torchlake.tables.sources.streams import Input
 
 
 class FractionSection(TypedDict):
-    """A share of the training rows, selected by the seed."""
-
     fraction: float
 
 
 class FoldSection(TypedDict):
-    """One of several equal parts of the training rows, divided by the seed; the other parts are trained on."""
-
     folds: int
     fold: int
 
 
 class MessagesSection(TypedDict, total=False):
-    """The names that the table gives to the parts of a conversation's messages."""
-
     role: str
     content: str
     roles: Mapping[str, str]
 
 
 class CsvSection(TypedDict, total=False):
-    """How CSV files are written."""
-
     delimiter: str | None
     quote: str
     encoding: str
 
 
 class DataSection(TypedDict, total=False):
-    """The training and validation tables, and their columns."""
-
     train: Input
     validation: Input | FractionSection | FoldSection | None
     chosen: str | None
@@ -77,8 +67,6 @@ class DataSection(TypedDict, total=False):
 
 
 class LoraSection(TypedDict, total=False):
-    """Low-rank adaptation (Hu et al. 2021): W x + alpha / rank B A x, where only A and B are trained."""
-
     rank: int
     alpha: int
     dropout: float
@@ -92,8 +80,6 @@ class LoraSection(TypedDict, total=False):
 
 
 class ModelSection(TypedDict, total=False):
-    """The model to fine-tune, and its task."""
-
     base: str | Path | None
     task: str
     task_options: Mapping[str, Any]
@@ -105,8 +91,6 @@ class ModelSection(TypedDict, total=False):
 
 
 class PreferenceSection(TypedDict, total=False):
-    """The loss of pairs of answers, `data.chosen` and `data.rejected`."""
-
     loss: Literal["dpo", "ipo", "orpo"]
     beta: float
     label_smoothing: float
@@ -115,15 +99,11 @@ class PreferenceSection(TypedDict, total=False):
 
 
 class DdpSection(TypedDict, total=False):
-    """Options of `strategy: ddp`."""
-
     bucket_mib: float
     compress: Literal["none", "fp16", "bf16"]
 
 
 class FsdpSection(TypedDict, total=False):
-    """Options of `strategy: fsdp`."""
-
     reshard: bool
     shard_ranks: int | None
     tensor_parallel: int
@@ -131,8 +111,6 @@ class FsdpSection(TypedDict, total=False):
 
 
 class DeepSpeedSection(TypedDict, total=False):
-    """Options of `strategy: deepspeed`."""
-
     stage: Literal[1, 2, 3]
     offload_optimizer: bool
     offload_parameters: bool
@@ -140,16 +118,12 @@ class DeepSpeedSection(TypedDict, total=False):
 
 
 class WritingSection(TypedDict, total=False):
-    """What the model writes at each validation, and how it is measured."""
-
     rows: int
     max_new_tokens: int
     metric: Literal["exact_match", "token_f1", "chrf", "rouge_l", "json_valid"]
 
 
 class TrainSection(TypedDict, total=False):
-    """The settings of a training run."""
-
     epochs: int
     batch_size: int
     learning_rate: float
@@ -195,8 +169,6 @@ class TrainSection(TypedDict, total=False):
 
 
 class TrackSection(TypedDict, total=False):
-    """Where parameters and metrics are logged besides metrics.jsonl."""
-
     mlflow: str | Path | None
     wandb: str | None
     tensorboard: bool

@@ -14,21 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
+from torchlake.config.arguments import check_arguments
+from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, make_engine
 from torchlake.engines._frames import cached_worker
 from torchlake.errors import UsageError
 from torchlake.plugins import carried
 from torchlake.processes.serialization import pack
-from torchlake.scoring.options import (
-    added_columns,
-    check_options,
-    checked_input,
-    refuse_collisions,
-    scoring_settings,
-    with_export,
-    with_table,
-)
+from torchlake.scoring.options.job import with_export
+from torchlake.scoring.options.settings import scoring_settings
+from torchlake.scoring.options.table import added_columns, checked_input, refuse_collisions, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
 from torchlake.tables.chunks import FIRST_ROWS
@@ -186,7 +182,7 @@ def _settings(
     model: str | Path, runtime: Runtime | None, null: str, batch_tokens: int | None, **settings: Any
 ) -> tuple[ScoringSettings, TaskSpec]:
     """Return the workers' settings. Raises UsageError for an invalid value, or one that the model does not support."""
-    check_options({"null": null, "batch_tokens": batch_tokens})
+    check_arguments({"null": null, "batch_tokens": batch_tokens}, PredictOptions.__annotations__)
     checked, spec, _ = scoring_settings(model, runtime, {}, null=null, batch_tokens=batch_tokens, **settings)
     return checked, spec
 

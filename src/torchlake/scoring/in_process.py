@@ -30,18 +30,21 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.options import GenerationArguments
+from torchlake.config.arguments import check_arguments, refuse_unknown
+from torchlake.config.options import GenerationArguments, PredictOptions
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.data.features import Features
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import refuse_unknown
 from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import PROMPTS, check_options, checked_input, scoring_settings, with_export
+from torchlake.scoring.options.given import PROMPTS
+from torchlake.scoring.options.job import with_export
+from torchlake.scoring.options.settings import scoring_settings
+from torchlake.scoring.options.table import checked_input
 from torchlake.scoring.rows import ReadyRows, RowReader, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, folded, joined, make_chunk_worker
@@ -426,7 +429,7 @@ def load(
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
     prompts = {name: generation[name] for name in PROMPTS if name in generation}  # type: ignore[literal-required]
-    check_options({**given, "all_probabilities": all_probabilities})
+    check_arguments({**given, "all_probabilities": all_probabilities}, PredictOptions.__annotations__)
     settings, _, _ = scoring_settings(
         model,
         runtime,

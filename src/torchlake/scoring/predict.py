@@ -16,13 +16,14 @@ from typing import Any, Unpack, overload
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.arguments import refuse_unknown
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.options import OutputOptions, output_options, refuse_unknown
+from torchlake.jobs.options import OutputOptions, output_options
 from torchlake.jobs.table_job import Finished, shown_outcome, table_job
 from torchlake.models.generation import settings_of
 from torchlake.outputs.find import output_of
@@ -32,23 +33,17 @@ from torchlake.scoring.endpoint.job import RUNTIME, with_chunks
 from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_process import start_chunks
-from torchlake.scoring.options import (
-    check_devices,
-    check_options,
-    checked_input,
+from torchlake.scoring.options.given import refuse_for_frames, split_options, with_common_names
+from torchlake.scoring.options.job import (
     chunk_rows_of,
     fingerprint_of,
     products_of,
-    refuse_collisions,
-    refuse_for_frames,
     say_if_optimizing_pays,
-    scoring_settings,
-    split_options,
-    with_common_names,
     with_export,
-    with_table,
     with_versions,
 )
+from torchlake.scoring.options.settings import check_devices, scoring_settings
+from torchlake.scoring.options.table import checked_input, refuse_collisions, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema, with_ranges
@@ -142,33 +137,24 @@ def predict(
     `__arrow_c_stream__` (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows
     are stored beside the output until the job ends, and the same rows resume a job that was killed.
 
-    Columns: `text` is the text column, or several that are joined as in training, `text_pair` the column of the second
-    text of a pair, and `inputs` the columns of the task's other inputs by name (defaults: as in training); `key` a
-    column of unique values without nulls, copied instead of a generated `row_id`; `columns` are further columns to
-    copy; `prefix` is put before the names of the prediction columns; `all_probabilities` adds a column per class,
-    `token_counts` one with the tokens of each row.
-    `embedding` is the form of vectors: "float32", "int8" (256 steps of ranges that are found on a sample and recorded)
-    or "binary" (signs, 8 in a byte).
+    The options are those of `torchlake predict --help`, which the reference lists, too; here is what it does not say.
+    `text` is the text column, or several that are joined as in training; `key` a column of unique values
+    without nulls, copied instead of a generated `row_id`; `columns` are further columns to copy. `embedding` is
+    "float32", "int8" (256 steps of ranges that are found on a sample and recorded) or "binary" (signs, 8 in a byte).
 
     Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
     `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
     Model: `task` is your own task that the model was trained with; an installed one is found by its name.
-    `task_options` are options of the task, in place of those that the model was trained with.
-    `runtime_python` is the interpreter of a runtime that needs one of its own (`vllm`).
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
-    for this model, with its batches and threads; else `varlen`, `fused` or `eager`). `batch_tokens` limits the padded
-    tokens of a batch, `max_length` the tokens of a row; longer rows are truncated (default: the model's own limit).
-    `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose tokenizing,
-    forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and become
-    error rows the second time; a batch of texts has this time for each token, and for each of its rows in all.
+    for this model, with its batches and threads; else `varlen`, `fused` or `eager`). Rows whose tokenizing, forward
+    pass or generation takes longer than `row_timeout_s` seconds are tried alone, and become error rows the second time;
+    a batch of texts has this time for each token, and for each of its rows in all.
 
     Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
-    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to existing rows:
-    with "create" (default) there may be none, "append" adds to a table, "overwrite" replaces all, "replace-where"
-    replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
-    columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
+    an Iceberg table by its name, "iceberg:catalog.namespace.table". `target_file_size` ("256MiB") writes files with the
+    rows of several chunks.
 
     `incremental` scores only what is new since the last call with this output, a Delta or Iceberg table, and adds it:
     the versions of a Delta table since then, or new files. It does nothing if nothing is new. Rows of a Delta table
@@ -178,19 +164,14 @@ def predict(
 
     Models behind an `endpoint`, without `model`: how-to guide.
 
-    Stored tables: `chunk_rows` limits the rows of a chunk (default: by the table's size, of texts by their cost).
     `overwrite` replaces an output of another job; in an unfinished write of this job it scores the chunks with failed
-    rows again. `accept_new_input` scores only files that are new or have changed, `accept_removed_input` drops the rows
-    of files that are gone.
-    `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below. A small
-    table is scored in this process unless `engine` is given; a row that crashes it is isolated in the next call.
+    rows again. A small table is scored in this process unless `engine` is given; a row that crashes it is isolated in
+    the next call.
 
-    Text generation: `max_new_tokens` limits each answer (default: 64). By default the most likely token is taken; with
-    a `temperature` above 0 tokens are sampled, from the `top_k` most likely ones, or from the most likely ones with
-    total probability `top_p`. Sampling depends on `seed` and the row's text, so equal rows get equal answers on every
-    retry. Strings in `stop` end an answer. A multilingual translator writes `language` (default: that of its folder).
-    A column of conversations (lists of structs with `role` and `content`) goes through the tokenizer's chat template;
-    with `chat`, so does a column of JSON strings. `batch_tokens` then counts prompts and the longest possible answers.
+    Text generation: by default the most likely token is taken. Sampling depends on `seed` and the row's text, so equal
+    rows get equal answers on every retry. A column of conversations (lists of structs with `role` and `content`) goes
+    through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
+    prompts and the longest possible answers.
 
     `gpus_per_process` above 1 is for a model larger than one GPU: this number of GPUs in each process share it, by
     tensor parallelism if transformers has a plan for the model, else layer by layer. Without GPUs, this number of ranks
@@ -339,7 +320,6 @@ def _predict_by_endpoint(
     """Have the rows of a table answered by an endpoint."""
     given = with_common_names(options)
     refuse_unknown("predict", given, PredictOptions.__annotations__)
-    check_options(given)
     if model is not None:
         raise UsageError("The runtime 'http' reads no model folder: leave it out (None in Python).")
     if engine_of(table) is not None or output is None:

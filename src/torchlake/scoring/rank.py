@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.options import PredictOptions
+from torchlake.config.arguments import refuse_unknown
+from torchlake.config.options import RankOptions
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -29,7 +30,8 @@ from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.models import folders
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
-from torchlake.scoring.options import known_spec, refuse_collisions, with_columns
+from torchlake.scoring.options.settings import known_spec, with_columns
+from torchlake.scoring.options.table import refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy
@@ -44,7 +46,9 @@ SCORE, RANK = "score", "rank"
 WRITTEN = ("truncated", "error")
 NEGATIVE = ("0", "false", "LABEL_0")
 "Names of the first of two classes with which the second one is that of relevant documents."
+FOLDER = "which writes a Parquet folder; append its rows to a table with a query engine"
 OWN = {
+    **dict.fromkeys(("format", "mode", "incremental", "partition_by", "add_columns"), FOLDER),
     "prefix": "whose columns are score and rank",
     "all_probabilities": "whose score is that of one class (relevant=)",
     "text_pair": "which has document=",
@@ -67,7 +71,7 @@ def rank(
     columns: Sequence[str] = (),
     runtime: Runtime | None = None,
     engine: Engine | str | None = None,
-    **options: Unpack[PredictOptions],
+    **options: Unpack[RankOptions],
 ) -> Any:
     """Score the pairs of a table with a cross-encoder, and rank the documents of each query.
 
@@ -82,9 +86,10 @@ def rank(
 
     Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
-    for name, instead in OWN.items():
-        if options.get(name):
-            raise UsageError(f"{name}: not for rank, {instead}.")
+    for name, value in options.items():
+        if name in OWN and value not in (None, False, "parquet", "create"):
+            raise UsageError(f"{name}: not for rank, {OWN[name]}.")
+    refuse_unknown("rank", options, {**RankOptions.__annotations__, **dict.fromkeys(OWN, Any)})
     folder = folders.model_folder(model)
     spec = with_columns(known_spec(folder, options.get("task")), folder, text_pair=document)
     score = score_column(spec, relevant, str(model))
@@ -99,8 +104,6 @@ def rank(
         return _rank_frame(table, scoring, query, score)
     if output is None:
         raise UsageError("rank: a stored table needs an output: rank(model, table, output).")
-    if options.get("format", "parquet") != "parquet" or options.get("mode", "create") != "create":
-        raise UsageError("rank writes a Parquet folder; append its rows to a table with a query engine.")
     scores = str(output).rstrip("/") + SCORES
     scored: Scored = scoring(table, scores, key=key, columns=list(dict.fromkeys([query, *columns])))
     # The rows were scored within the limit of errors.

@@ -287,7 +287,7 @@ def with_ranges(
     recorded = earlier.get("ranges")
     if recorded is not None and earlier.get("model") == settings.model_hash:
         return replace(settings, ranges=(tuple(recorded[0]), tuple(recorded[1])))
-    rows, _ = sample_rows(source, settings.spec.input_columns)
+    rows, _, _ = sample_rows(source, settings.spec.input_columns)
     rows = rows.take(pa.array(evenly_spaced(len(rows), min(len(rows), RANGE_ROWS))))
     worker = partial(_make_vector_worker, replace(settings, embedding="float32"))
     memory = worker_memory(settings.model)

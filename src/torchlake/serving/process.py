@@ -433,6 +433,9 @@ def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_optio
     made: Any = make_engine(engine, options.processes) if isinstance(engine, str) else engine
     if not hasattr(made, "serve"):
         raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
+    usual = ServeOptions()
+    if own := [name for name in ("read_timeout", "drain_delay") if getattr(options, name) != getattr(usual, name)]:
+        raise UsageError(f"{', '.join(own)}: of torchlake's own server; with Ray, its proxies accept connections.")
     folder = folders.model_folder(model).absolute()  # replicas may run in another folder
     if plugins.load("tasks", load_spec(folder).task).generates:
         raise writes_text(folder, load_spec(folder).task)

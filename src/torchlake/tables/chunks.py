@@ -291,13 +291,18 @@ SAMPLED_CHUNK_ROWS = 1_024
 SAMPLED_CHUNKS = 32
 
 
-def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, ChunkPlan]:
-    """Return the columns of at most 32,768 rows in the table's order, all of a smaller table, and the plan."""
+def sample_rows(table: Table, columns: Sequence[str]) -> tuple[pa.Table, dict[int, str], ChunkPlan]:
+    """Return the columns of about 32,768 rows in the table's order, all of a smaller table, the reasons of unreadable
+    ones, and the plan."""
     plan = plan_chunks(table, columns=columns, chunk_rows=SAMPLED_CHUNK_ROWS, hashed=False)
-    reader, picked = ChunkReader(columns), sampled_chunks(plan)
-    rows = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
+    reader, pieces, unreadable, first = ChunkReader(columns), [plan.schema.empty_table()], dict[int, str](), 0
+    for chunk in sampled_chunks(plan):
+        rows, bad = reader.read(chunk)
+        unreadable |= {first + row: reason for row, reason in bad.items()}
+        pieces.append(rows)
+        first += len(rows)
     reader.close()
-    return rows, plan
+    return pa.concat_tables(pieces[1:] or pieces), unreadable, plan
 
 
 def first_rows(table: Table, columns: Sequence[str]) -> pa.Table:
@@ -312,8 +317,10 @@ def first_rows(table: Table, columns: Sequence[str]) -> pa.Table:
 
 
 def sampled_chunks(plan: ChunkPlan) -> list[Chunk]:
-    """Return the chunks of the rows in a sample."""
-    return [plan.chunks[place] for place in evenly_spaced(len(plan.chunks), min(len(plan.chunks), SAMPLED_CHUNKS))]
+    """Return the chunks of the rows in a sample: more of them where chunks are small."""
+    chunks = plan.chunks
+    wanted = max(SAMPLED_CHUNKS, SAMPLED_CHUNKS * SAMPLED_CHUNK_ROWS * len(chunks) // max(1, plan.rows))
+    return [chunks[place] for place in evenly_spaced(len(chunks), min(len(chunks), wanted))]
 
 
 def evenly_spaced(rows: int, wanted: int) -> np.ndarray:

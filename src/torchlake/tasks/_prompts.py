@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake.config.arguments import read_named, read_named_json
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.errors import UsageError
 from torchlake.models.folders import chat_template
@@ -60,8 +61,8 @@ def with_prompts(
     template = "" if folder is None else chat_template(folder)
     if "chat_template" in given:
         template = _template(given["chat_template"])
-    if chats and task.inputs["text"] != PROMPT:
-        raise UsageError(f"{', '.join(chats)}: for conversations, and {spec.task} reads text.")
+    if (chats or chat) and task.inputs["text"] != PROMPT:
+        raise UsageError(f"{', '.join(['chat'] * chat + chats)}: for conversations, and {spec.task} reads text.")
     if chats and template is None:
         raise UsageError(
             f"{', '.join(chats)}: for conversations, and the tokenizer in {folder} has no chat template. Use a model "
@@ -77,7 +78,7 @@ def with_prompts(
     tools = given.get("tools", ())
     if isinstance(tools, str | Path):
         if isinstance(tools, Path) or tools.endswith(".json"):
-            tools = _tools_in(Path(tools))
+            tools = read_named_json("tools", tools)
         else:
             spec, tools = replace(spec, inputs={**spec.inputs, "tools": str(tools)}), ()
     return PromptOptions(
@@ -168,18 +169,8 @@ def _template(given: str | Path) -> str:
     """Return a template that is given as a file, or in Python as its text."""
     file = Path(given)
     if isinstance(given, Path) or file.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"chat_template: {file}: {error}") from None
+        return read_named("chat_template", file)
     return given
-
-
-def _tools_in(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"tools: {file}: {error}") from None
 
 
 def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:

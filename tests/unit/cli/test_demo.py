@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchlake.cli import commands
+from torchlake.cli.commands import demo
 from torchlake.cli.demo import LINES, MAX_WORDS, MIN_WORDS, write_questions, write_reviews
 from torchlake.cli.main import main
 
@@ -110,7 +110,7 @@ def test_the_demo_of_answers_counts_exact_ones(tmp_path: Path, capfd: pytest.Cap
 def test_the_commands_at_the_end_work_as_they_are_printed(
     tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "_demo_model", lambda: tiny_bert)
+    monkeypatch.setattr(demo, "_demo_model", lambda: tiny_bert)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--folder", "my demo", "--rows", "120"]) == 0
     printed = capsys.readouterr().out.splitlines()

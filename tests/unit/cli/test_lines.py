@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake.cli import lines
+from torchlake.cli.commands import lines
 from torchlake.cli.main import main
 from torchlake.tables.record import committed_files
 
@@ -94,7 +94,7 @@ def test_with_an_output_lines_are_a_table(given: Any, tiny_model: Path, tmp_path
     ("words", "message"),
     [
         (["-", "--key", "id"], "--key needs an OUTPUT"),
-        (["-", "--processes", "2"], "--engine needs an OUTPUT"),
+        (["-", "--processes", "2"], "--processes needs an OUTPUT"),
         (["-", "--input", "more.csv"], "--input needs an OUTPUT"),
         (["-", "out", "--input", "more.csv"], "Standard input (-) is scored alone"),
         (["-", "out", "--text", "review"], "--text: a line of standard input has no columns"),

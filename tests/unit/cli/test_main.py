@@ -15,10 +15,10 @@ import pytest
 
 from sweeps import sweep
 from torchlake import errors, logs
-from torchlake.cli import display
 from torchlake.cli import main as cli
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
+from torchlake.display import plain
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.processes.serialization import pack
 
@@ -289,7 +289,7 @@ def test_the_demo_without_its_model_names_what_to_install(
 
 def test_json_is_strict() -> None:
     value = {1: np.float32(0.5), "nan": float("nan"), "path": Path("a"), "n": [np.int64(3), (None, True)]}
-    assert json.loads(json.dumps(display.plain(value), allow_nan=False)) == {
+    assert json.loads(json.dumps(plain(value), allow_nan=False)) == {
         "1": 0.5,
         "nan": None,
         "path": "a",
@@ -380,6 +380,7 @@ from types import ModuleType, SimpleNamespace
 from torchlake import engines
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
+from torchlake.display import plain
 from torchlake.engines.local import Local
 from torchlake.progress import progress
 

@@ -6,22 +6,30 @@ import pytest
 import typer
 
 from torchlake import plugins
-from torchlake.cli import commands
 from torchlake.cli.app import app
-from torchlake.cli.display import Outcome
 from torchlake.cli.main import main
+from torchlake.errors import UsageError
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
 TABLES = frozenset({"--input", "--csv"})
 COLUMNS = frozenset({"--text", "--text-pair", "--inputs"})
-SAMPLING = frozenset({"--max-new-tokens", "--temperature", "--top-k", "--top-p", "--language", "--stop"})
-WRITING = (
-    SAMPLING
+SAMPLING = (
+    frozenset({"--max-new-tokens", "--temperature", "--top-k", "--top-p", "--language", "--stop"})
     | {"--min-p", "--min-new-tokens", "--num-beams", "--stop-token-ids"}
     | {"--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
-    | {"--prompt", "--system", "--examples", "--tools", "--chat", "--chat-template", "--template-option", "--continue"}
 )
+STRUCTURE = frozenset({"--json-schema", "--regex", "--grammar"})
+WRITING = SAMPLING | {
+    "--prompt",
+    "--system",
+    "--examples",
+    "--tools",
+    "--chat",
+    "--chat-template",
+    "--template-option",
+    "--continue",
+}
 ANSWERS = frozenset({"--n", "--explode", "--seed-by", "--logprobs"}) | {
     *("--json-schema", "--json-columns", "--regex", "--choices", "--grammar"),
 }
@@ -102,7 +110,8 @@ OPTIONS = {
     | ANSWERS
     | ENDPOINT,
     "evaluate": frozenset({"--label", "--reference", "--runtime", "--engine", "--processes", "--set", "--seed"})
-    | {"--report", "--key", "--slice", "--no-texts", "--label-hints", "--overwrite"}
+    | {"--report", "--key", "--slice", "--no-texts", "--label-hints", "--overwrite", "--task", "--choices"}
+    | STRUCTURE
     | COLUMNS
     | ROWS
     | TABLES
@@ -125,6 +134,8 @@ OPTIONS = {
             "--chunk-rows",
         }
     )
+    | {"--on-bad-file", "--accept-new-input", "--accept-removed-input", "--overwrite", "--target-file-size"}
+    | {"--row-timeout", "--task", "--task-option", "--null", "--max-length", "--gpus-per-process"}
     | ROWS
     | TABLES,
     "optimize": frozenset(
@@ -143,9 +154,11 @@ OPTIONS = {
             "--set",
         }
     )
+    | {"--task"}
     | COLUMNS
     | TABLES
-    | SAMPLING,
+    | SAMPLING
+    | STRUCTURE,
     "plan": frozenset(
         {
             "--set",
@@ -303,22 +316,26 @@ def test_columns_are_those_of_the_python_functions(monkeypatch: pytest.MonkeyPat
     """`--text` once is a name, several times a list; `--inputs` is a mapping; `train` has settings of a job."""
     got: dict[str, Any] = {}
 
-    def record(*given: Any, **_: Any) -> Outcome:
-        got["given"] = given
-        return Outcome(values={}, lines=[])
+    def record(*_: Any, **given: Any) -> None:
+        got.update(given)
+        raise UsageError("enough")
 
     words = ["--text", "title", "--text", "body", "--text-pair", "answer"]
     words += ["--inputs", "numbers=stars", "--inputs", "numbers=age", "--inputs", "image=photo"]
     columns = {"text": ["title", "body"], "text_pair": "answer"}
     columns["inputs"] = {"numbers": ["stars", "age"], "image": "photo"}
-    for name, arguments in {"predict": ["m", "t", "o"], "evaluate": ["m", "t"], "optimize": ["m"]}.items():
-        monkeypatch.setattr(commands, name, record)
-        sample = ["--sample", "t"] if name == "optimize" else []
-        assert main([name, *arguments, *sample, *words]) == 0
-        assert columns.items() <= got["given"][-1].items(), name
-    monkeypatch.setattr(commands, "train", record)
-    assert main(["train", "job.yaml", *words]) == 0
-    assert got["given"][1] == [
+    for name, arguments in {
+        "scoring.predict": ["m", "t", "o"],
+        "evaluation.evaluate": ["m", "t"],
+        "optimization.optimize": ["m", "--sample", "t"],
+    }.items():
+        function = name.partition(".")[2]
+        monkeypatch.setattr(f"torchlake.{name}.{function}", record)
+        assert main([function, *arguments, *words]) == 64
+        assert columns.items() <= got.items(), name
+    monkeypatch.setattr("torchlake.training.train.train", record)
+    assert main(["train", "job.yaml", *words]) == 64
+    assert got["overrides"] == [
         'data.text=["title", "body"]',
         'data.text_pair="answer"',
         'data.inputs.numbers=["stars", "age"]',

@@ -237,6 +237,6 @@ def test_a_fault_of_ours_stays_one(
         Path("/made/by/torchlake").read_text()
 
     fault: Callable[..., Any] = lambda *_, **__: missing()  # noqa: E731
-    monkeypatch.setattr("torchlake.cli.commands.verify", fault)
+    monkeypatch.setattr("torchlake.tables.verification.verify.verify", fault)
     assert main(["verify", "out"]) == 70
     assert "fault in torchlake" in capfd.readouterr().err

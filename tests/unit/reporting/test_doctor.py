@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlake.cli.display import plain
+from torchlake.display import plain
 from torchlake.errors import pip_install
 from torchlake.processes import hardware
 from torchlake.reporting import doctor as diagnosing

@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import torchlake as tl
 import training_runs as runs
-from torchlake.cli import commands, main
+from torchlake.cli import main
 from torchlake.config.job import load_job
 from torchlake.config.sections.track import TrackConfig
-from torchlake.errors import MissingExtra
+from torchlake.errors import MissingExtra, UsageError
 from torchlake.models.folders import model_hash
 from torchlake.reporting import tracking
 from torchlake.runs import follow, metrics_log
@@ -167,13 +167,13 @@ def test_a_missing_library_is_an_error_before_any_work(
 
 
 def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(job: str, overrides: list[str], run: str | None, folds: int | None, **options: Any) -> Any:
+    def train(job: str, *, overrides: list[str], **options: Any) -> Any:
         seen.append(load_job(None, overrides, data={"train": "t"}, model={"base": "b"}).track)
-        return commands.Outcome(values={}, lines=())
+        raise UsageError("enough")
 
     seen: list[Any] = []
-    monkeypatch.setattr(commands, "train", train)
-    assert main.main(["train", "job.yaml", "--mlflow", "sqlite:///a b: #c.db", "--tensorboard"]) == 0
+    monkeypatch.setattr("torchlake.training.train.train", train)
+    assert main.main(["train", "job.yaml", "--mlflow", "sqlite:///a b: #c.db", "--tensorboard"]) == 64
     assert seen == [TrackConfig(mlflow="sqlite:///a b: #c.db", tensorboard=True)]
 
 

@@ -14,7 +14,7 @@ from torchlake.engines import _frames
 from torchlake.errors import FingerprintError
 from torchlake.models import folders
 from torchlake.processes.serialization import pack
-from torchlake.scoring.options import scoring_settings
+from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_reading_worker, make_table_worker
 

@@ -109,7 +109,7 @@ GIVEN: dict[str, tuple[Any, str, str]] = {
     "token_counts": (True, CHANGES, CHANGES),
     "runtime_python": ("python", REFUSED, REFUSED),  # of a runtime that needs none
 }
-MAPPED = {"gpus_per_process": NO_EFFECT, "max_error_rate": NO_EFFECT, "seed": NO_EFFECT}
+MAPPED = {"gpus_per_process": NO_EFFECT, "max_error_rate": NO_EFFECT}
 "What the function of `map` does otherwise: it fails for no row, and this engine has no GPUs to give."
 
 

@@ -94,7 +94,7 @@ def test_ranks_of_equal_and_missing_scores() -> None:
     ("change", "message"),
     [
         (lambda: {"relevant": "good"}, "relevant='good': .* has no such class. It has: 0, 1"),
-        (lambda: {"mode": "append"}, "rank writes a Parquet folder"),
+        (lambda: {"mode": "append"}, "mode: not for rank, which writes a Parquet folder"),
     ],
 )
 def test_mistakes(model: Path, tmp_path: Path, change: Callable[[], dict[str, str]], message: str) -> None:

@@ -16,7 +16,8 @@ from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.processes.hardware import CpuClass
 from torchlake.runtimes import eager
-from torchlake.scoring.options import products_of, say_if_optimizing_pays, scoring_settings
+from torchlake.scoring.options.job import products_of, say_if_optimizing_pays
+from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.runtime_choice import chosen, requested, write_choice
 from torchlake.scoring.scorer import Scorer
 
@@ -309,7 +310,7 @@ def test_a_job_says_it_once(
 ) -> None:
     pytest.importorskip("openvino")
     on_a_cpu(monkeypatch, "one", "torch", {"openvino": 1.3})
-    monkeypatch.setattr("torchlake.scoring.options.LARGE_ROWS", len(ROWS))
+    monkeypatch.setattr("torchlake.scoring.options.job.LARGE_ROWS", len(ROWS))
     pq.write_table(ROWS, tmp_path / "in.parquet")
     for _ in range(2):
         tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here())

@@ -172,7 +172,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         tl.predict(model, tmp_path / "in.parquet")
     wrong = {
         "from 0 to 1": {"max_error_rate": 7},
-        "row_timeout_s: expected seconds": {"row_timeout_s": 0},
+        "row_timeout_s: must be at least 0.001": {"row_timeout_s": 0},
         "null: expected 'error' or 'score'": {"null": "skip"},
         "on_bad_file: expected 'error' or 'quarantine'": {"on_bad_file": "ignore"},
         "batch_tokens: expected 1": {"batch_tokens": 0},

@@ -183,7 +183,7 @@ def test_more_gpus_than_there_are_are_refused(
 def test_other_runtimes_and_frames_are_refused(model: Path, table: Path, tmp_path: Path) -> None:
     assert "needs the runtime 'eager'" in refused(model, table, tmp_path / "out", 2, runtime="compiled")
     assert "needs an output folder" in refused(model, pq.read_table(table), None, 2)
-    assert "gpus_per_process: expected 1 or more, got 0" in refused(model, table, tmp_path / "out", 0)
+    assert "gpus_per_process: must be at least 1, got 0" in refused(model, table, tmp_path / "out", 0)
 
 
 @pytest.mark.slow

@@ -251,10 +251,10 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) ->
         listen("127.0.0.1", server.port)
     assert raised.value.exit_code == 2
     for options, words in (
-        ({"max_rows": 0}, "max_rows: expected 1 or more"),
-        ({"queue_timeout": 0.0}, "queue_timeout: expected more than 0"),
+        ({"max_rows": 0}, "max_rows: must be at least 1"),
+        ({"queue_timeout": 0.0}, "queue_timeout: must be at least 0.001"),
         ({"api_key": ""}, "API key"),
-        ({"port": 99999}, "port: expected 0 to 65535"),
+        ({"port": 99999}, "port: must be at most 65535"),
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]

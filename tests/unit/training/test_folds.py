@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake.cli import commands
+from torchlake.cli.commands.training import folds_outcome
 from torchlake.data import order
 from torchlake.errors import ConfigError, DataError, FingerprintError, UsageError
 
@@ -65,7 +65,7 @@ def test_a_cross_validation_resumes_and_reports(tmp_path: Path, tiny_bert: Path)
     facts = [json.loads((run / f"fold_{number}/data.json").read_text())["rows"] for number in (1, 2, 3)]
     assert facts == [{"training": 32, "validation": 16}] * 3
 
-    outcome = commands._folds(done)
+    outcome = folds_outcome(done)
     assert outcome.values["metrics"] == done.metrics
     shown = [line.split()[0] for line in outcome.lines if line.strip()]
     assert shown[2:7] == ["fold", "fold", "fold", "mean", "deviation"]

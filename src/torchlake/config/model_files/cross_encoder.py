@@ -16,7 +16,7 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
-from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS, read_object
+from torchlake.config.model_files.embedding import MODULES, PROMPTS, SETTINGS, default_prompt, read_object
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.config.task_spec import ACTIVATIONS, TaskSpec
 from torchlake.errors import DataError
@@ -68,9 +68,6 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
             )
     saved = read_object(folder / PROMPTS) if (folder / MODULES).is_file() else {}
     check_keys(folder / PROMPTS, saved, known_keys.CROSS_ENCODER)
-    name, prompts = saved.get("default_prompt_name"), saved.get("prompts") or {}
-    if name is not None and not isinstance(prompts.get(name), str):
-        raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, but prompts has no prompt of that name")
     return replace(
         spec,
         problem="regression" if single else spec.problem,
@@ -78,7 +75,7 @@ def with_pairs(spec: TaskSpec, folder: Path) -> TaskSpec:
         text_pair="text_pair",
         max_length=min(spec.max_length, longest or spec.max_length),
         activation=_activation(folder, saved.get("activation_fn"), spec.problem, single=single),
-        prompt=prompts.get(name) or None,
+        prompt=default_prompt(saved, folder) or None,
     )
 
 

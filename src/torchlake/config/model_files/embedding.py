@@ -192,7 +192,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
         normalize="Normalize" in kinds,
         max_length=_longest(settings, folder / name),
         lowercase=bool(settings.get("do_lower_case", False)),
-        prompt=_prompt(prompts, folder),
+        prompt=default_prompt(prompts, folder),
     )
 
 
@@ -256,7 +256,7 @@ def _dense(folder: Path, path: str) -> Dense:
     )
 
 
-def _prompt(config: Mapping[str, Any], folder: Path) -> str:
+def default_prompt(config: Mapping[str, Any], folder: Path) -> str:
     """Return the default prompt; empty if there is none."""
     name = config.get("default_prompt_name")
     if name is None:

@@ -10,7 +10,6 @@ in the table's order; only a batch of them is in memory.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,14 +272,3 @@ JUDGES: Mapping[str, Callable[[pa.Table, pa.Array, TaskSpec], Judgment]] = {
     "texts": _texts,
     "other": _other,
 }
-
-
-def finite(value: Any) -> Any:
-    """Return plain JSON values: NaN and infinities, which JSON lacks, as null."""
-    if isinstance(value, Mapping):
-        return {str(name): finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

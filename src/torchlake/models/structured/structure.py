@@ -14,10 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake import atomic_io
+from torchlake.config.arguments import read_named, read_named_json
 from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.models.structured.schemas import closed, place_of
 
@@ -65,12 +64,12 @@ def read_structure(given: Mapping[str, Any]) -> Structure | None:
     if kind == "json_schema":
         if not isinstance(value, Mapping | bool | str | os.PathLike):
             raise UsageError(f"json_schema: expected one file, or a schema as a mapping, not {value!r}.")
-        schema = value if isinstance(value, Mapping | bool) else atomic_io.read_json(Path(value))
+        schema = value if isinstance(value, Mapping | bool) else read_named_json("json_schema", value)
         text = json.dumps(schema, ensure_ascii=False)
     elif kind == "choices":
         text = json.dumps(_choices(value), ensure_ascii=False)
     else:
-        text = str(value) if kind == "regex" else _read(Path(value))
+        text = str(value) if kind == "regex" else read_named("grammar", value)
     return Structure(kind=kind, text=text, columns=bool(given.get("json_columns")))
 
 
@@ -164,14 +163,6 @@ def _choices(value: str | Sequence[str]) -> list[str]:
     if twice is not None:
         raise UsageError(f"choices: {twice!r} is there twice.")
     return choices
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"grammar: {os.fspath(path)}: cannot be read: {reason}") from None
 
 
 def _line(message: str) -> str:

@@ -30,7 +30,7 @@ from torchlake.runtimes._http.limits import LimitOptions
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
 from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, spent_in
 from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
-from torchlake.scoring.options import refuse_collisions
+from torchlake.scoring.options.table import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.table import Table

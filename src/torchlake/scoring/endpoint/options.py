@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from torchlake import plugins
-from torchlake.config.options import EndpointArguments, JobArguments, PromptArguments, SamplingArguments
+from torchlake.config.options import EndpointArguments, GenerationArguments, JobArguments, PromptArguments
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -17,16 +17,15 @@ from torchlake.runtimes._http.requests import Api, Endpoint, body_options, check
 from torchlake.scoring.endpoint.job import EMBEDS, WRITES, EndpointJob, JobLimits
 from torchlake.scoring.endpoint.rows import EndpointSettings
 from torchlake.scoring.endpoint.usage import Price, read_price
-from torchlake.tasks._prompts import with_prompts
+from torchlake.tasks._prompts import OF_CHATS, with_prompts
 
 BATCH_SHARE = 0.5
 "Of the price that hosted models take for requests in batches."
 TAKEN = {
     *JobArguments.__annotations__,
-    *SamplingArguments.__annotations__,
-    *PromptArguments.__annotations__,
+    *GenerationArguments.__annotations__,
     *EndpointArguments.__annotations__,
-    *("seed", "chat", "task", "inputs", "null", "prefix"),
+    *("chat", "task", "inputs", "null", "prefix"),
 }
 
 
@@ -84,7 +83,8 @@ def _endpoint(
         raise UsageError(f"api={api!r} and task={task!r} do not fit; leave one of them out.")
     kind: Api = api or ("embeddings" if task == EMBEDS else "chat")
     writes = kind != "embeddings"
-    sampling = {name: given[name] for name in (*SamplingArguments.__annotations__, "seed", "chat") if name in given}
+    writing = (*GenerationArguments.__annotations__, "chat")
+    sampling = {name: given[name] for name in writing if name in given and name not in PromptArguments.__annotations__}
     if given.get("sample") is not None and not given.get("temperature"):
         sampling.pop("seed", None)
     generation = generation_options(WRITES if writes else EMBEDS, writes=writes, **sampling)
@@ -106,7 +106,8 @@ def _endpoint(
         raise UsageError("chat_template: an endpoint renders conversations by its own.")
     if generation is not None and generation.structure and generation.structure.columns and generation.n > 1:
         raise UsageError("json_columns and n: the columns are those of one answer.")
-    around = sorted(name for name in ("system", "tools", "template_options") if getattr(prompts, name))
+    around = ["chat"] if given.get("chat") else []
+    around += [name for name in OF_CHATS if getattr(prompts, name)]
     if around and kind == "completions":
         raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)

@@ -41,6 +41,12 @@ def read_options(given: Mapping[str, Any]) -> ReadOptions:
     return ReadOptions(selection=Selection(**selection), csv=dialect(given.get("csv") or {}))
 
 
+def refuse_seed_alone(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a seed without a sample, in a function that draws nothing else."""
+    if given.get("seed") is not None and given.get("sample") is None:
+        raise UsageError("seed: of a sample of the rows; give sample as well, or leave it out.")
+
+
 def dialect(given: Mapping[str, str | None]) -> Dialect:
     """Return the dialect with these values. Raises UsageError for an unknown key or an invalid value."""
     known = {one.name for one in fields(Dialect)}

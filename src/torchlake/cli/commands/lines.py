@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlake.cli.display import Outcome, plain
-from torchlake.display import count
+from torchlake.cli.display import Outcome
+from torchlake.cli.options import General, Given, declared
+from torchlake.display import count, plain
 from torchlake.errors import DataError, TooManyErrors, UsageError
 
 if TYPE_CHECKING:
@@ -30,18 +31,19 @@ WAIT_S = 0.5
 MAX_LINE_BYTES = 1 << 26
 
 
-def predict_lines(model: str, options: Mapping[str, Any], *, as_json: bool) -> Outcome:
+def predict_lines(model: str, given: Given) -> Outcome:
     """Print an answer for each line of standard input. Raises TooManyErrors at the end if too many rows failed."""
     from torchlake.config.options import GenerationArguments
     from torchlake.scoring import in_process
 
-    if as_json:
+    if given.as_json:
         raise UsageError("--json prints one object, and the answers are a JSON object for each line: leave it out.")
+    options = {name: value for name, value in given.values.items() if name not in declared(General)}
+    rate = options.pop("max_error_rate", 0.5)
     allowed = in_process.load.__annotations__.keys() | GenerationArguments.__annotations__.keys()
-    for name in sorted(options.keys() - allowed - {"max_error_rate"}):
-        raise UsageError(f"--{name.replace('_', '-')} needs an OUTPUT; without one the answers are printed.")
-    given = {name: value for name, value in options.items() if name != "max_error_rate"}
-    with in_process.load(model, **given) as loaded:
+    for name in sorted(options.keys() - allowed):
+        raise UsageError(f"{given.flags[name]} needs an OUTPUT; without one the answers are printed.")
+    with in_process.load(model, **options) as loaded:
         _check_columns(model, loaded.spec.input_columns)
         rows, errors = 0, Counter[str]()
         for lines in read_lines():
@@ -53,7 +55,6 @@ def predict_lines(model: str, options: Mapping[str, Any], *, as_json: bool) -> O
             sys.stdout.buffer.flush()
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in errors.most_common())
     log.info("%s%s", count(rows, "row"), f", of which {errors.total():,} with an error ({reasons})" if errors else "")
-    rate = options.get("max_error_rate", 0.5)
     if errors.total() > rate * rows:
         raise TooManyErrors(f"{errors.total():,} of {rows:,} lines failed ({reasons}); --max-error-rate is {rate}.")
     return Outcome(values={}, lines=())
@@ -64,7 +65,7 @@ def lines_as_table(model: str, options: Mapping[str, Any]) -> "pa.RecordBatchRea
     import pyarrow as pa
 
     from torchlake.models.folders import model_folder
-    from torchlake.scoring.options import known_spec
+    from torchlake.scoring.options.settings import known_spec
 
     columns = known_spec(model_folder(model), options.get("task")).input_columns
     _check_columns(model, columns)
