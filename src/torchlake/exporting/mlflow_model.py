@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines.local import Local
-from torchlake.errors import MissingExtra, UsageError, pip_install
+from torchlake.errors import UsageError, need_library
 from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
 from torchlake.scoring.options import added_columns, check_options, checked_input, scoring_settings, with_export
@@ -62,8 +61,7 @@ def log_model(
     Raises MissingExtra without MLflow, UsageError for an invalid option.
     """
     for library, extra in (("mlflow", "mlflow"), ("pandas", "frames")):
-        if find_spec(library) is None:
-            raise MissingExtra(f"log_model needs the library {library!r}: {pip_install(f'torchlake[{extra}]')}")
+        need_library(library, extra, "log_model")
     options = {
         "text": text,
         "text_pair": text_pair,

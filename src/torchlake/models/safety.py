@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.errors import DataError, UnsafeError
+from torchlake.errors import DataError, UnsafeError, need_library
 from torchlake.models.adapters import base
 from torchlake.models.folders import INDEX, WEIGHTS, weight_files
 
@@ -112,7 +112,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
             _check_index(folder / name, values[name])
     counted = weight_files(folder)
     if weights and adapter:
-        base.check_peft(f"{folder}: an adapter")
+        need_library("peft", "lora", f"{folder}: an adapter")
         base.find_base(folder)
     elif weights and not counted:
         raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")

@@ -12,11 +12,10 @@ that.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import MissingExtra, pip_install
+from torchlake.errors import need_library
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +43,7 @@ class ParameterGroup:
 def check_installed(train: TrainConfig) -> None:
     """Raise MissingExtra with the pip command when the optimizer's library is not installed."""
     library, extra = LIBRARIES.get(train.optimizer, ("torch", ""))
-    if find_spec(library) is None:
-        raise MissingExtra(
-            f"train.optimizer={train.optimizer} needs the library {library.replace('_', '-')!r}, which is not "
-            f"installed: {pip_install(f'torchlake[{extra}]')}"
-        )
+    need_library(library, extra, f"train.optimizer={train.optimizer}")
 
 
 def moment_bytes(train: TrainConfig) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from torchlake.display import Shown, shown
-from torchlake.errors import MissingExtra, pip_install
+from torchlake.errors import need_library
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
 from torchlake.tuning.search_space import Range, Space
@@ -71,12 +71,9 @@ def searched(trial: Trial) -> str:
 
 def load_optuna() -> ModuleType:
     """Import Optuna, with only its warnings logged. Raises MissingExtra with the pip command if it is not installed."""
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"tune needs the library {error.name!r}, which is not installed: {pip_install('torchlake[tune]')}"
-        ) from error
+    need_library("optuna", "tune", "tune")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

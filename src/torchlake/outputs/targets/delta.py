@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
+from torchlake.errors import OutputError, UsageError, need_library
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.records import read_record, stored_commits
@@ -300,13 +300,7 @@ def recognizes(output: str, format: str | None) -> bool:
 
 def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
-    try:
-        import deltalake  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra(
-            f"{output}: a Delta table needs the library 'deltalake', which is not installed: "
-            f"{pip_install('torchlake[delta]')}"
-        ) from error
+    need_library("deltalake", "delta", f"{output}: a Delta table")
     text = local_path(os.fspath(output))
     if source.VERSION.fullmatch(text) and source.recognizes(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
