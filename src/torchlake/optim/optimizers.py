@@ -47,10 +47,7 @@ def check_installed(train: TrainConfig) -> None:
 
 
 def moment_bytes(train: TrainConfig) -> float:
-    """Return the bytes per trained parameter that the optimizer and the average of the weights keep.
-
-    What adafactor keeps is not counted.
-    """
+    """Return the bytes per trained parameter of the moments (but for adafactor) and of the average of the weights."""
     moments = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
     return (0.0 if train.momentum == 0 else moments) + (0.0 if train.ema is None else 4.0)
 

@@ -4,7 +4,6 @@ Each trial's sampler is seeded from the tuning's seed and the trial's number, so
 settings. Cost: some tens of milliseconds per trial; importing Optuna takes a second.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +51,6 @@ class Trial:
     "The trial's run folder."
     why: str
     "Why the trial failed; else empty."
-
-    @property
-    def folder(self) -> Path:
-        """The earlier name of `path`."""
-        warnings.warn("Trial.folder is now Trial.path.", DeprecationWarning, stacklevel=2)
-        return self.path
 
     def _shown(self) -> Shown:
         value = "" if self.value is None else f" {self.value:.4f}"
