@@ -38,6 +38,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 
 
 class TorchlakeError(ValueError):
@@ -198,6 +199,15 @@ def pip_install(*requirements: str) -> str:
     else:
         command = f"{shlex.quote(sys.executable)} -m pip install"
     return " ".join([command, *map(shlex.quote, requirements)])
+
+
+def need_library(library: str, extra: str, what: str) -> None:
+    """Raise MissingExtra if a library is not installed; `what` needs it, and an extra of torchlake installs it."""
+    if find_spec(library) is None:
+        raise MissingExtra(
+            f"{what} needs the library {library.replace('_', '-')!r}, which is not installed: "
+            f"{pip_install(f'torchlake[{extra}]')}"
+        )
 
 
 def stopped_by(signum: int) -> str:

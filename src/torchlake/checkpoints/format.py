@@ -156,10 +156,7 @@ def best_path(store: CheckpointStore, step: int) -> Path:
 
 
 def step_path(store: CheckpointStore, step: int, kind: str = MODEL) -> Path:
-    """Return the folder of checkpoint `step` with its tensors of a kind ("" for all), verified.
-
-    Raises DataError as `best_path` does.
-    """
+    """Return the folder of checkpoint `step` with its tensors of a kind ("" for all), verified. Raises DataError."""
     return store.fetch(_name(step), kind)
 
 

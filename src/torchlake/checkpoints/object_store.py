@@ -200,10 +200,7 @@ class ObjectStore:
         return self._decoded(name, self._read(name))
 
     def _change(self, attempt: str, change: Callable[[Lists], object], *, site: str) -> Lists:
-        """Change the lists in run.json, and return them as they were.
-
-        Raises LeaseLost unless `attempt` was the writer at that very moment.
-        """
+        """Change the lists in run.json; return them as they were. Raises LeaseLost unless `attempt` is the writer."""
         while True:
             owner = check_owner(self, attempt)
             before = self._lists(owner.found.content)

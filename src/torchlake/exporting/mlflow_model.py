@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +18,7 @@ from torchlake.config.arguments import check_arguments
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines.local import Local
-from torchlake.errors import MissingExtra, UsageError, pip_install
+from torchlake.errors import UsageError, need_library
 from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
 from torchlake.scoring.options.job import with_export
@@ -66,8 +65,7 @@ def log_model(
     Raises MissingExtra without MLflow, UsageError for an invalid option.
     """
     for library, extra in (("mlflow", "mlflow"), ("pandas", "frames")):
-        if find_spec(library) is None:
-            raise MissingExtra(f"log_model needs the library {library!r}: {pip_install(f'torchlake[{extra}]')}")
+        need_library(library, extra, "log_model")
     options = {
         "text": text,
         "text_pair": text_pair,

@@ -20,10 +20,7 @@ HEADS = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "ForTokenCla
 
 
 def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling | None = None) -> None:
-    """Write the encoder in `model` into `folder`, with its own pooling, else with `pooling`.
-
-    Raises UsageError, and DataError for a module or setting that torchlake does not know.
-    """
+    """Write the encoder in `model` with its own pooling, else `pooling`. Raises UsageError and DataError."""
     choices = get_args(Pooling)
     layout = (model / MODULES).is_file()
     how = read_embedding(model)

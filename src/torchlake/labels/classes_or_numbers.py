@@ -78,10 +78,7 @@ def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, 
 
 
 def decide_labels(parts: Iterable[LabelCounts], problem: Problem | None = None) -> LabelColumn:
-    """Combine the parts, counted with this `problem`, into the label column.
-
-    Raises DataError for what the parts show together, and for fewer than two classes.
-    """
+    """Combine the parts into the label column. Raises DataError for mixed types and for less than two classes."""
     seen = LabelCounts()
     for part in parts:
         _merge(seen, part)

@@ -72,8 +72,7 @@ def check_classes(found: LabelColumn) -> None:
 
 def label_warnings(found: LabelColumn) -> list[str]:
     """Return what a user should know about a label column: another way to read it, classes with a single row, several
-    labels in one.
-    """
+    labels in one."""
     single = _single_labels(found)
     rare = (
         f"{len(single):,} of {len(found.labels):,} classes have a single row ({_first(single)}): such classes are hard "

@@ -23,21 +23,9 @@ NO_TOKEN = -1
 "The padding token of a head that skips no token of a row; no tokenizer writes this id."
 # Their tables of positions begin with the padding id and its predecessors, which no token can use.
 POSITIONS_AFTER_PADDING = frozenset(
-    {
-        "camembert",
-        "data2vec-text",
-        "esm",
-        "ibert",
-        "longformer",
-        "luke",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    }
-)
+    {"camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+     "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)  # fmt: skip
 
 _BERT: Mapping[str, Any] = {
     "vocab_size": 30522,
@@ -168,10 +156,7 @@ def architectures_of(task: str) -> dict[str, tuple[str, ...]]:
 
 
 def class_names(folder: Path, names: Mapping[int, Any]) -> tuple[str, ...]:
-    """Return the names of a head's classes as strings, in the order of its outputs.
-
-    Raises DataError if an output has no name, or the name of another one.
-    """
+    """Return the names of a head's classes by its outputs. Raises DataError if an output has none of its own."""
     where = f"{folder / 'config.json'}: id2label"
     if names.keys() != set(range(len(names))):
         numbers = ", ".join(map(str, sorted(names)[:20]))

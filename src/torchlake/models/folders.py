@@ -245,15 +245,14 @@ def chat_template(folder: Path) -> str | None:
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
     listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
-    hashes = {name: listed[name]["sha256"] if name in listed else _hash_of(folder / name) for name in names}
+    hashes = {
+        name: listed[name]["sha256"] if name in listed else _hash_of(folder / name, version_of(str(folder / name)))
+        for name in names
+    }
     return atomic_io.digest(hashes)
 
 
-def _hash_of(path: Path) -> str:
-    """Return the sha256 of a file, which is read again only if its version has changed."""
-    return _hash_of_version(path, version_of(str(path)))
-
-
 @lru_cache(maxsize=256)
-def _hash_of_version(path: Path, version: Version) -> str:
+def _hash_of(path: Path, version: Version) -> str:
+    """Return the sha256 of a file, which is read again only if its version has changed."""
     return atomic_io.sha256_file(path)

@@ -261,8 +261,10 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     from safetensors.torch import load_file
 
     check_files(folder)
-    if adapters.is_adapter(folder):
-        return _merged_weights(folder)
+    if adapters.is_adapter(folder):  # merged into its base; tied tensors occur once
+        from torchlake.checkpoints.format import untied
+
+        return dict(untied(from_pretrained(folder, read_head(folder).architecture)[0].state_dict()))
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
@@ -270,14 +272,6 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
     return tensors
-
-
-def _merged_weights(folder: Path) -> "dict[str, torch.Tensor]":
-    """Return the tensors of an adapter's base with the adapter merged into it, by name; tied ones occur once."""
-    from torchlake.checkpoints.format import untied
-
-    model, _ = from_pretrained(folder, read_head(folder).architecture)
-    return dict(untied(model.state_dict()))
 
 
 def refuse_unused(folder: Path, names: Iterable[str], *, body: str | None = None) -> None:

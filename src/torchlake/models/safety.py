@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.errors import DataError, UnsafeError
+from torchlake.errors import DataError, UnsafeError, need_library
 from torchlake.models.adapters import base
 from torchlake.models.folders import INDEX, WEIGHTS, weight_files
 
@@ -38,21 +38,10 @@ VOCABULARY_SUFFIXES = frozenset({".txt", ".model"})
 # CTranslate2's `model.bin` among the exports of runtimes, by its first bytes.
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill"})
 CODE_KEYS = frozenset(
-    {
-        "auto_map",
-        "custom_pipelines",
-        "trust_remote_code",
-        "_attn_implementation_internal",
-        "_experts_implementation_internal",
-        "use_kernels",
-        "kernels",
-        "kernel_config",
-        "kernel_mapping",
-        "_target_",
-        "py/object",
-        "__reduce__",
-    }
-)
+    {"auto_map", "custom_pipelines", "trust_remote_code", "_attn_implementation_internal",
+     "_experts_implementation_internal", "use_kernels", "kernels", "kernel_config", "kernel_mapping", "_target_",
+     "py/object", "__reduce__"}
+)  # fmt: skip
 # Kernels are compiled code. Where the library `kernels` is installed, transformers (5.5 to 5.23) downloads them for
 # flash attention that is not installed, for names with a slash, for other kinds of experts than these ...
 IMPLEMENTATIONS = frozenset({None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
@@ -112,7 +101,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
             _check_index(folder / name, values[name])
     counted = weight_files(folder)
     if weights and adapter:
-        base.check_peft(f"{folder}: an adapter")
+        need_library("peft", "lora", f"{folder}: an adapter")
         base.find_base(folder)
     elif weights and not counted:
         raise DataError(f"{folder}: has no weights ({WEIGHTS}, or several with {INDEX})")
@@ -120,7 +109,9 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
         if not file.is_file():
             raise DataError(f"{file}: missing, but named in {INDEX}")
     if "config.json" in values:
-        _check_model_type(folder / "config.json", values["config.json"])
+        config = values["config.json"]
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise DataError(f"{folder / 'config.json'}: has no model_type")
     elif weights:
         raise DataError(f"{folder}: not a model folder, there is no config.json in it")
 
@@ -272,8 +263,3 @@ def _check_index(file: Path, index: Any) -> None:
                 f"{file}: refused by the rule 'no way out': the shard {name[:80]!r} is not the name of a safetensors "
                 "file in the folder"
             )
-
-
-def _check_model_type(file: Path, config: Any) -> None:
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise DataError(f"{file}: has no model_type")

@@ -59,7 +59,9 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
             f"{folder}: {type(tokenizer).__name__} is a slow tokenizer in Python; torchlake needs a fast one "
             "(tokenizer.json). Convert it with transformers, or choose a model that has one."
         )
-    _choose_padding(tokenizer, folder)
+    token = _padding_token(folder, tokenizer.added_tokens_decoder, [tokenizer.pad_token_id, tokenizer.eos_token_id])
+    if token != tokenizer.pad_token_id:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
     loaded: PreTrainedTokenizerFast = tokenizer
     return loaded
 
@@ -88,10 +90,7 @@ def has_token_types(config: "PretrainedConfig") -> bool:
 
 
 def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokenizerFast":
-    """Load the tokenizer of a model folder for `tokenize` of a task with labels, if possible without transformers.
-
-    Raises the errors of `load_tokenizer`.
-    """
+    """Load a tokenizer for a task with labels as `load_tokenizer` does, if possible without transformers."""
     folder = model_folder(folder)
     _check_config(folder)
     read = read_tokenizer_file(folder)
@@ -106,13 +105,6 @@ def _check_config(folder: Path) -> None:
     check_folder(folder, weights=False)
     if (folder / CONFIG).is_file():
         check_keys(folder / CONFIG, atomic_io.read_json(folder / CONFIG), known_keys.TOKENIZER)
-
-
-def _choose_padding(tokenizer: Any, folder: Path) -> None:
-    choices = [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    token = _padding_token(folder, tokenizer.added_tokens_decoder, choices)
-    if token != tokenizer.pad_token_id:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
 
 
 def _padding_token(folder: Path, added_tokens: Container[int], choices: Sequence[int | None]) -> int:

@@ -121,9 +121,7 @@ def _name_padding(file: Path, tokenizer: Any) -> None:
             atomic_io.write_json(file, config, site="model.config")
 
 
-def _save_pretrained(
-    folder: Path, model_or_state: Any, config: Any, generation: Mapping[str, Any] | None = None
-) -> None:
+def _save_pretrained(folder: Path, model_or_state: Any, config: Any, generation: Mapping[str, Any] | None) -> None:
     import torch
     import transformers
 

@@ -12,11 +12,10 @@ that.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import MissingExtra, pip_install
+from torchlake.errors import need_library
 
 if TYPE_CHECKING:
     import torch
@@ -44,18 +43,11 @@ class ParameterGroup:
 def check_installed(train: TrainConfig) -> None:
     """Raise MissingExtra with the pip command when the optimizer's library is not installed."""
     library, extra = LIBRARIES.get(train.optimizer, ("torch", ""))
-    if find_spec(library) is None:
-        raise MissingExtra(
-            f"train.optimizer={train.optimizer} needs the library {library.replace('_', '-')!r}, which is not "
-            f"installed: {pip_install(f'torchlake[{extra}]')}"
-        )
+    need_library(library, extra, f"train.optimizer={train.optimizer}")
 
 
 def moment_bytes(train: TrainConfig) -> float:
-    """Return the bytes per trained parameter that the optimizer and the average of the weights keep.
-
-    What adafactor keeps is not counted.
-    """
+    """Return the bytes per trained parameter of the moments (but for adafactor) and of the average of the weights."""
     moments = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
     return (0.0 if train.momentum == 0 else moments) + (0.0 if train.ema is None else 4.0)
 

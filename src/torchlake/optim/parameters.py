@@ -78,10 +78,7 @@ def layer_scales(model: "nn.Module", decay: float | None) -> dict[str, float]:
 
 
 def freeze(model: "nn.Module", wanted: "Freeze | None") -> None:
-    """Train no parameter that `model.freeze` names; None: train all.
-
-    Raises ConfigError if it names none of the model's parameters, or all of them.
-    """
+    """Train all parameters but those that `model.freeze` names. Raises ConfigError if these are none or all."""
     if wanted is None:
         return
     names = frozen_names(model, wanted)
@@ -138,10 +135,7 @@ def untrained_layers(model: "nn.Module") -> int:
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Return the names that match a pattern, or are below a module whose name does.
-
-    Raises ConfigError for a pattern without a match.
-    """
+    """Return the names that match a pattern, or are below a match. Raises ConfigError for a pattern without one."""
     matched: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}

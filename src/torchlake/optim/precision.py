@@ -64,10 +64,7 @@ def arithmetic(train: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def find_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision called `name` in a job.
-
-    "auto" is bf16_weights on GPUs, and bf16 on CPUs that have bf16 arithmetic.
-    """
+    """Return the precision of a job; "auto" is bf16_weights on GPUs, bf16 on CPUs with its arithmetic, else fp32."""
     if name == "auto":
         if device.type == "cuda":
             name = "bf16_weights" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"

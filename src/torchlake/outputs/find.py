@@ -132,7 +132,7 @@ class Committed:
 
     record: dict[str, Any]
     plan: dict[str, Any]
-    "The commit record, as JSON."
+    "Of the commit, as JSON, like the record."
     folder: str
     "The path or URL where the parts in the record are."
     logged: Mapping[str, Logged]

@@ -108,15 +108,13 @@ class PartFolder:
         """
         if self.schema is not None:
             table = _cast(table, self.schema, f"{self.location}/{name}")
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        content = sink.getvalue().to_pybytes()
+        content = parquet_bytes(table)
         with translate_errors(f"{self.location}/{name}"):  # Arrow cannot read everything that it writes
             pq.ParquetFile(pa.BufferReader(content)).read()
         stored = self.store(name, content, table.num_rows, site="part")
         found = table if stored is content else _sound(stored, table.num_rows)
         assert found is not None, "what is stored is sound"
-        return self._part(name, chunk, found, stored)
+        return self.part(name, chunk, found, stored)
 
     def store(self, name: str, content: bytes, rows: int, *, site: str) -> bytes:
         """Write a Parquet file of `rows` rows durably; return its bytes, or those of a sound file of this name."""
@@ -137,9 +135,10 @@ class PartFolder:
         """Return the part of an earlier attempt if it is sound, every page verified; None if missing or damaged."""
         content = folder_at(self.location).content(f"{self.below}{name}")
         table = None if content is None else _sound(content, rows)
-        return None if table is None or content is None else self._part(name, chunk, table, content)
+        return None if table is None or content is None else self.part(name, chunk, table, content)
 
-    def _part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+    def part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+        """Return the part with these rows, whose file has this content."""
         return Part(
             name=f"{self.below}{name}",
             chunk=chunk,
@@ -149,6 +148,14 @@ class PartFolder:
             bytes=len(content),
             statistics=delta_statistics(table) if self.statistics else "",
         )
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """Return rows as a Parquet file with page checksums."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
 
 
 def _sound(content: bytes, rows: int) -> pa.Table | None:

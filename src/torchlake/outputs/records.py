@@ -25,7 +25,7 @@ from torchlake.storage.spread import each_file
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import ContentChecker
 from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json, plan_to_json, samples_of
-from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_arrow_schema
+from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_schema
 
 FOLDER = f"{STATE}/commits"
 
@@ -111,7 +111,7 @@ def parts_of(target: Target, record: Mapping[str, Any]) -> str:
     """Return the path or URL where the parts of a commit are."""
     if target.staged:
         return target.root
-    return target.part_folder(record["commit"], recorded_arrow_schema(dict(record))).location
+    return target.part_folder(record["commit"], recorded_schema(record)).location
 
 
 def stored_commits(root: str) -> list[str]:

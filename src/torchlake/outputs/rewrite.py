@@ -6,16 +6,15 @@ one read and write of the files that have replaced rows; memory for the replaced
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchlake.atomic_io import digest
 from torchlake.errors import OutputError
-from torchlake.outputs.parts import Part, PartFolder, delta_statistics
+from torchlake.outputs.parts import Part, PartFolder, parquet_bytes
 from torchlake.storage.spread import Spread
 from torchlake.tables.formats.columnar import open_parquet
 
@@ -64,20 +63,7 @@ def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) ->
         rows = parquet.read().filter(pc.invert(found))
     if not rows.num_rows:
         return True, None
-    sink = pa.BufferOutputStream()
-    pq.write_table(rows, sink, compression="zstd", write_page_checksum=True)
-    content = sink.getvalue().to_pybytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    name = f"kept-{digest([one.path, sha256])[:16]}.parquet"
+    content = parquet_bytes(rows)
+    name = f"kept-{digest([one.path, hashlib.sha256(content).hexdigest()])[:16]}.parquet"
     folder.store(name, content, rows.num_rows, site="kept")  # the name is a hash of the content
-    part = Part(
-        name=f"{folder.below}{name}",
-        chunk=-1,
-        rows=rows.num_rows,
-        failed=0,
-        sha256=sha256,
-        bytes=len(content),
-        statistics=delta_statistics(rows) if folder.statistics else "",
-        partition=one.partition,
-    )
-    return True, part
+    return True, replace(folder.part(name, -1, rows, content), partition=one.partition)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 import pyarrow as pa
 
 from torchlake.amounts import size_in_bytes
-from torchlake.errors import UsageError
+from torchlake.errors import OutputError, UsageError
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.storage.errors import library_errors
@@ -169,6 +169,14 @@ class TableTarget(Protocol):
         """Return the files of the table. Raises OutputError if rows cannot be replaced in it."""
 
 
+def files_of(logged: Mapping[str, Logged], file_at: Callable[[str], str]) -> list[LiveFile]:
+    """Return the files of a table's log; `file_at` finds them by their paths."""
+    return [
+        LiveFile(path=path, file=file_at(path), bytes=one.bytes, partition=tuple(one.partition.items()))
+        for path, one in logged.items()
+    ]
+
+
 FOLDER_HINT = " --accept-new-input adds the rows of new input files to a folder."
 
 
@@ -180,6 +188,37 @@ def refuse_table_options(output: str, options: TargetOptions, *, kind: str, hint
         )
     if options.partition_by or options.add_columns:
         raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
+
+
+def check_partitions(
+    target: Target, columns: Sequence[str], rows: pa.Schema, key: str | None, *, cannot: Callable[[pa.DataType], bool]
+) -> None:
+    """Raise UsageError if rows cannot be partitioned by these columns of a table, or cannot be replaced by the key."""
+    for name in columns:
+        if name not in rows.names:
+            raise UsageError(
+                f"{target.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
+                f"(columns: {', '.join(rows.names)})."
+            )
+        kind = rows.field(name).type
+        if cannot(kind):
+            raise UsageError(f"{target.shown}: rows cannot be partitioned by {name!r}, which is {kind}.")
+    if target.options.mode == "replace-where" and (key is None or key in columns):
+        raise UsageError(
+            f"{target.shown}: mode replace-where replaces the rows with the same key: give a key, and not a partition "
+            "column."
+        )
+
+
+def check_existing(target: Target, partitions: Sequence[str], *, has_rows: Callable[[], Any]) -> None:
+    """Raise OutputError if mode create finds a table with rows, UsageError for partitions other than the table's."""
+    if target.options.mode == "create" and has_rows():
+        raise OutputError(
+            f"{target.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
+            "them with mode overwrite, or give another output."
+        )
+    if target.options.partition_by and [*target.options.partition_by] != [*partitions]:
+        raise UsageError(f"{target.shown}: is partitioned by {[*partitions] or 'nothing'}; leave partition_by out.")
 
 
 def as_table(target: Target) -> TableTarget | None:

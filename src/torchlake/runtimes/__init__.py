@@ -42,10 +42,12 @@ its scales from calibration or from each token, never from the batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from torchlake.errors import UsageError
 from torchlake.models.generation import NOTHING, GenerationOptions
 
 Forward = Callable[..., np.ndarray]
@@ -142,6 +144,14 @@ def write_all(writer: Writer, prompts: Sequence[np.ndarray], options: Generation
     while writer.rows:
         writer.step(report)
     return written
+
+
+def check_here(name: str, folder: Path, device: str, reason: str | None = None) -> None:
+    """Raise UsageError on a GPU, and if there is a `reason` why a runtime for CPUs cannot run the model here."""
+    if device != "cpu":
+        raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU use 'varlen' or 'compiled'.")
+    if reason is not None:
+        raise UsageError(f"The runtime {name!r} cannot run {folder}: {reason}")
 
 
 def first_reason(*, model: str | None = None, machine: str | None = None, library: str | None = None) -> str | None:

@@ -9,20 +9,7 @@ the rest only a few of its 256 steps. Part of that magnitude is moved into the w
 exact one on a sample of tokens (Lin et al. 2023, AWQ). If it halves the remaining error, the four largest channels stay
 in fp32 (Dettmers et al. 2022, LLM.int8). The range is that of all calibration tokens, widened if they are few.
 
-Results for a MiniLM fine-tuned on 8,530 reviews, on 1,066 others, calibrated on 300, in ONNX Runtime (fp32 accuracy
-82.6 %):
-
-    range                               labels that agree    mean difference of a probability    speed
-    minimum and maximum                            97.9 %    0.019                               1.00
-    99.999th percentile                            97.4 %    0.019
-    99.9th percentile                              92.1 %    0.071
-    smallest squared error                         98.4 %    0.017
-    SmoothQuant with exponent 0.5                  96.5 %    0.031
-    nncf, static with SmoothQuant                  99.2 %    0.010
-    an exponent per layer                   99.0 - 99.5 %    0.008
-    and four channels in fp32               99.5 - 99.9 %    0.005                               0.92 - 1.00
-
-Percentiles clip the very channels that carry a sentence's summary.
+Percentiles would clip the very channels that carry a sentence's summary (docs/explanation/decisions/runtimes.md).
 Cost: a pass over the calibration rows, then a dozen matrix products per layer on about 512 tokens.
 """
 

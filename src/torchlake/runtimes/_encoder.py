@@ -240,6 +240,16 @@ def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
     return by_bucket[buckets].permute(2, 0, 1).contiguous()
 
 
+def linear_module(layer: Linear) -> "torch.nn.Module":
+    """Return the layer as a module of torch."""
+    import torch
+
+    outputs, inputs = layer.weight.shape
+    module = torch.nn.Linear(inputs, outputs, device="meta")
+    module.load_state_dict({"weight": layer.weight.contiguous(), "bias": layer.bias.contiguous()}, assign=True)
+    return module
+
+
 def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Mapping[str, Any]) -> "torch.nn.Module":
     import torch
 
@@ -249,10 +259,7 @@ def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Ma
     head: list[torch.nn.Module] = []
     for name in ("classifier.dense", "classifier.out_proj") if like_roberta else names.head:
         linear = take.linear(name)
-        outputs, inputs = linear.weight.shape
-        module = torch.nn.Linear(inputs, outputs, device="meta")
-        module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
-        head += [module] if head else [module, activation()]
+        head += [linear_module(linear)] if head else [linear_module(linear), activation()]
     if len(linear.bias) != max(1, len(spec.labels)):
         raise DataError(
             f"{take.folder}: the head has {len(linear.bias)} outputs, but {TASK_FILE} names {len(spec.labels)} classes"

@@ -7,7 +7,7 @@ it reads: a fourteenth of RoBERTa-base's work, a seventh of MiniLM's.
 
 from typing import TYPE_CHECKING, Any
 
-from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm
+from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, linear_module
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,9 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
                 Linear(layer.qkv.weight[at : at + width], layer.qkv.bias[at : at + width])
                 for at in range(0, 3 * width, width)
             )
-            self.queries = _linear(Linear(queries.weight * scale, queries.bias * scale))
-            self.keys, self.values = _linear(keys), _linear(values)
-            self.out, self.up, self.down = _linear(layer.out), _linear(layer.up), _linear(layer.down)
+            self.queries = linear_module(Linear(queries.weight * scale, queries.bias * scale))
+            self.keys, self.values = linear_module(keys), linear_module(values)
+            self.out, self.up, self.down = linear_module(layer.out), linear_module(layer.up), linear_module(layer.down)
             self.norm, self.last_norm = _norm(layer.norm), _norm(layer.last_norm)
 
         def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -77,15 +77,6 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
         return torch.cumsum(counted, 1) * counted + encoder.padding_id
 
     return Exported().eval()
-
-
-def _linear(layer: Linear) -> "torch.nn.Module":
-    import torch
-
-    outputs, inputs = layer.weight.shape
-    module = torch.nn.Linear(inputs, outputs, device="meta")
-    module.load_state_dict({"weight": layer.weight.contiguous(), "bias": layer.bias.contiguous()}, assign=True)
-    return module
 
 
 def _norm(norm: Norm) -> "torch.nn.Module":

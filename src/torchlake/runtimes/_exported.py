@@ -38,12 +38,6 @@ def export_folder(folder: Path, name: str, *, calibrated: bool, task: str) -> Pa
     return export
 
 
-def check_cpu(name: str, device: str) -> None:
-    """Raise UsageError for a GPU."""
-    if device != "cpu":
-        raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU use 'varlen' or 'compiled'.")
-
-
 def versions(*libraries: str) -> dict[str, str]:
     """Return the versions of these libraries, torch and transformers."""
     return {library: version(library) for library in (*libraries, "torch", "transformers")}

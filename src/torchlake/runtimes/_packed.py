@@ -17,49 +17,22 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models.config import POSITIONS_AFTER_PADDING
 from torchlake.runtimes import Forward, _disentangled, _encoder, _ragged, eager
 from torchlake.runtimes._encoder import Linear, PackedRows
 
 if TYPE_CHECKING:
     import torch
 
-COUNTING_FROM_PADDING = (
-    "camembert",
-    "data2vec-text",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-)
-"Encoders that count positions from the padding id."
 ENCODERS = (
-    "bert",
-    "distilbert",
-    "electra",
-    "ernie",
-    "eurobert",
-    "gte",
-    "jina_embeddings_v3",
-    "modernbert",
-    "nomic_bert",
-)
+    "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3",
+    "modernbert", "nomic_bert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
 DECODERS = (
-    "gemma",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "ministral",
-    "mistral",
-    "modernbert-decoder",
-    "olmo2",
-    "opt",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-)
-MODEL_TYPES = (*COUNTING_FROM_PADDING, *ENCODERS, *_disentangled.MODEL_TYPES, *DECODERS)
+    "gemma", "gemma3_text", "gpt2", "gpt_neox", "llama", "ministral", "mistral", "modernbert-decoder", "olmo2", "opt",
+    "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+MODEL_TYPES = (*ENCODERS, *_disentangled.MODEL_TYPES, *DECODERS)
 OTHERS = {"gemma2": "its attention limits the scores", "t5": "its attention also reads the distance of tokens"}
 "Why other well-known models do not belong to these."
 TASKS = ("text_classification", "feature_extraction", "token_classification", "question_answering")
@@ -158,7 +131,7 @@ def _pack(body: Any) -> None:
 
     config = body.config.get_text_config()
     config.use_cache = False
-    padding_id = config.pad_token_id if config.model_type in COUNTING_FROM_PADDING else None
+    padding_id = config.pad_token_id if config.model_type in POSITIONS_AFTER_PADDING else None
     if config.model_type in _disentangled.MODEL_TYPES:
         _disentangled.attach(body, _rows)
     else:

@@ -88,6 +88,16 @@ def make_forward(
     return forward
 
 
+def fused(encoder: Encoder, linear: Callable[..., Multiply]) -> Callable[[Layer], Apply]:
+    """Return `feed_forward` of a `linear` that also takes an activation, which it computes with the product."""
+
+    def feed_forward(layer: Layer) -> Apply:
+        up, down = linear(layer.up, encoder.activation), linear(layer.down)
+        return lambda x: down(up(x, None), x)
+
+    return feed_forward
+
+
 def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
     """Separate queries from keys and values."""
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +33,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.distributed import process_group
-from torchlake.errors import MissingExtra, UsageError, pip_install
+from torchlake.errors import MissingExtra, UsageError, need_library, pip_install
 from torchlake.failpoints import failpoint
 from torchlake.models import load as models
 from torchlake.models.config import tensor_parallel_refusal
@@ -276,11 +275,7 @@ def layer_by_layer() -> Mapping[str, Any]:
 
     Raises MissingExtra without accelerate, which moves activations from one GPU to the next.
     """
-    if find_spec("accelerate") is None:
-        raise MissingExtra(
-            "Placing layers over several GPUs needs the library 'accelerate', which is not installed: "
-            f"{pip_install('torchlake[large]')}"
-        )
+    need_library("accelerate", "large", "Placing layers over several GPUs")
     return {"device_map": "balanced"}
 
 

@@ -10,9 +10,8 @@ number and length of rows, take up to 1 GB in a process that scores rows of many
 from pathlib import Path
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, check_here, first_reason
 
 TOLERANCE = 0.02
 tasks: tuple[str, ...] | None = _packed.TASKS
@@ -32,22 +31,13 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the encoder. Raises the errors of `models.load_model`, and UsageError if it cannot run here."""
     import torch
 
-    if device != "cpu":
-        raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU use 'varlen', which is in bf16 there.")
-    reason = refusal(folder)
-    if reason is None and not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        reason = "this torch was built without oneDNN: use 'varlen'"
-    if reason is not None:
-        raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
+    lacks = not hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    reason = refusal(folder) or ("this torch was built without oneDNN: use 'varlen'" if lacks else None)
+    check_here("bf16", folder, device, reason)
     if _packed.is_one(folder, spec):
         return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)
-
-    def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:
-        up, down = _linear(layer.up, encoder.activation), _linear(layer.down)
-        return lambda x: down(up(x, None), x)
-
-    return _ragged.make_forward(encoder, linear=_linear, feed_forward=feed_forward)
+    return _ragged.make_forward(encoder, linear=_linear, feed_forward=_ragged.fused(encoder, _linear))
 
 
 def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multiply:

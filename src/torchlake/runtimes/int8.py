@@ -15,7 +15,7 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, first_reason
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged, check_here, first_reason
 
 TOLERANCE = 0.05
 tasks: tuple[str, ...] | None = _packed.TASKS
@@ -40,10 +40,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """
     import torch
 
-    if device != "cpu":
-        raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU use 'varlen'.")
-    if reason := refusal(folder):
-        raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
+    check_here("int8", folder, device, refusal(folder))
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError("The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Use 'varlen'.")
     if _packed.is_one(folder, spec):

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
 from torchlake.models import exports
-from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _onnx_int8
+from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _onnx_int8, check_here
 
 TOLERANCE = 0.06
 CALIBRATED = True
@@ -35,8 +34,6 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError if it cannot run here, and without an export of these weights."""
-    _exported.check_cpu("onnx_int8", device)
-    if reason := refusal(folder):
-        raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
+    check_here("onnx_int8", folder, device, refusal(folder))
     export = _exported.export_folder(folder, "onnx_int8", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import exports
-from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino
+from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino, check_here
 
 TOLERANCE = 1e-5
 CALIBRATED = False
@@ -36,7 +36,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
-    _exported.check_cpu("openvino", device)
+    check_here("openvino", folder, device)
     return _openvino.forward(
         _exported.export_folder(folder, "openvino", calibrated=CALIBRATED, task=spec.task), precision="f32"
     )

@@ -13,10 +13,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _openvino
+from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _openvino, check_here
 
 TOLERANCE = 0.06
 CALIBRATED = True
@@ -43,9 +42,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError if it cannot run here, and without an export of these weights."""
-    _exported.check_cpu("openvino_int8", device)
-    if reason := refusal(folder):
-        raise UsageError(f"The runtime 'openvino_int8' cannot run {folder}: {reason}")
+    check_here("openvino_int8", folder, device, refusal(folder))
     export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED, task=spec.task)
     return _openvino.forward(export, precision=_precision())
 

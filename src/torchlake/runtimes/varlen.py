@@ -30,9 +30,4 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         _packed.check_device("varlen", folder, device)
     if device != "cpu":
         encoder = encoder.to(device, torch.bfloat16)
-
-    def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:
-        up, down = linear(layer.up, encoder.activation), linear(layer.down)
-        return lambda x: down(up(x, None), x)
-
-    return _ragged.make_forward(encoder, linear=linear, feed_forward=feed_forward)
+    return _ragged.make_forward(encoder, linear=linear, feed_forward=_ragged.fused(encoder, linear))

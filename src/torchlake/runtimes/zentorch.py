@@ -18,7 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
 from torchlake.models.load import EMBEDS
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _compiler, first_reason
+from torchlake.runtimes import Forward, _compiler, check_here, first_reason
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +63,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     errors of
     `models.load_model`.
     """
-    if device != "cpu":
-        raise UsageError("The runtime 'zentorch' runs on CPUs only; on a GPU use 'varlen' or 'compiled'.")
-    if (reason := refusal(folder)) is not None:
-        raise UsageError(f"The runtime 'zentorch' cannot run {folder}: {reason}")
+    check_here("zentorch", folder, device, refusal(folder))
     import torch
 
     with _compiler.without_warnings():

@@ -6,7 +6,6 @@ missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
 import platform
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -81,12 +80,6 @@ class Scored:
 
     def _shown(self) -> Shown:
         return shown_outcome(self)
-
-    @property
-    def output(self) -> Path | str:
-        """The earlier name of `path`."""
-        warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
-        return self.path
 
 
 @overload

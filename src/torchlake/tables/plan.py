@@ -218,13 +218,11 @@ def plan_to_json(plan: ChunkPlan) -> dict[str, Any]:
 def plan_from_json(value: Any) -> ChunkPlan:
     """Return the plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
     try:
-        if value["format"] not in (1, FORMAT, FORMAT_OF_VIEWS):
+        if value["format"] not in (FORMAT, FORMAT_OF_VIEWS):
             raise DataError(
-                f"this plan has format {value['format']}, but this version of torchlake reads 1 to {FORMAT_OF_VIEWS}"
+                f"this plan has format {value['format']}, but this version reads {FORMAT} and {FORMAT_OF_VIEWS}"
             )
         fields = value["inputs"]
-        if value["format"] == 1:  # it has only sizes and times, so such files are compared by content
-            fields["version"] = list(zip(fields.pop("size"), fields.pop("mtime_ns"), strict=True))
         fields["version"] = [Version(*version) for version in fields["version"]]
         names = [name for name in InputFile.__slots__ if name in fields or name not in _VIEWS]
         inputs = tuple(
@@ -234,7 +232,10 @@ def plan_from_json(value: Any) -> ChunkPlan:
         serialized = base64.b64decode(value["schema"])
         columns = value["chunks"]
         columns.setdefault("groups_row", _starts_of_groups(columns))
-        columns["skipped"] = [_unpacked(one) for one in columns.get("skipped", [""] * len(columns["index"]))]
+        columns["skipped"] = [
+            zlib.decompress(base64.b64decode(one)) if one else b""
+            for one in columns.get("skipped", [""] * len(columns["index"]))
+        ]
         columns["row_groups"] = [(first, count) for first, count in columns["row_groups"]]
         splits = zip(*(columns[field] for field in Split._fields), strict=True)
         chunks = tuple(
@@ -259,10 +260,6 @@ def plan_from_json(value: Any) -> ChunkPlan:
 
 def _packed(bitmap: bytes) -> str:
     return base64.b64encode(zlib.compress(bitmap)).decode() if bitmap else ""
-
-
-def _unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
 def _starts_of_groups(columns: Mapping[str, Any]) -> list[int]:

@@ -56,24 +56,9 @@ def read_commit(output: str | Path) -> dict[str, Any]:
     return record
 
 
-def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
-    """Return the schema of every part; for records of an earlier version the names of the types by column."""
-    serialized = record.get("arrow_schema")
-    if serialized is None:
-        names: dict[str, str] = record["schema"]
-        return names
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
-
-
-def recorded_arrow_schema(record: dict[str, Any]) -> pa.Schema:
-    """Return the schema of a record that has one: those of tables and object stores always do."""
-    schema = recorded_schema(record)
-    if not isinstance(schema, pa.Schema):
-        raise TableError(
-            "this commit record has no schema, because an earlier version of torchlake wrote it. Write the output "
-            "again."
-        )
-    return schema
+def recorded_schema(record: Mapping[str, Any]) -> pa.Schema:
+    """Return the schema of every part."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["arrow_schema"])))
 
 
 def committed_files(output: str | Path) -> list[Path]:
@@ -131,7 +116,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_record(value: Any) -> bool:
     """Return whether a value has the fields of a commit record."""
-    fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
+    fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema", "arrow_schema"}
     part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
     return (
         isinstance(value, dict)

@@ -23,7 +23,8 @@ def checked_options(task: Any, given: Mapping[str, Any], error: type[TorchlakeEr
         default = task.options[name]
         if not _is_like(value, default):
             raise error(f"task_options: {name} is {value!r}, but a value like {default!r} is expected")
-    options = {**task.options, **{name: _as_json(value) for name, value in given.items()}}
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    options = {**task.options, **given, **lists}
     try:
         task.check_options(options)
     except ValueError as wrong:
@@ -86,7 +87,3 @@ def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, list):
         return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     return isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -13,10 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from torchlake.config.model_files.embedding import Dense, Embedding, read_embedding
+from torchlake.config.model_files.embedding import Dense, Embedding
 from torchlake.errors import DataError
 from torchlake.tasks._contrastive import FURTHER
-from torchlake.tasks._pretrained import load_encoder
 
 
 class Embedder(nn.Module):
@@ -110,15 +109,3 @@ class DenseLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.activation(self.linear(x))
         return out if self.residual is None else out + self.residual(x)
-
-
-def load_vectors(folder: Path) -> Vectors:
-    """Return the layers after the encoder in a folder that has passed `check_folder`. Raises DataError."""
-    return Vectors(read_embedding(folder), folder)
-
-
-def load_embedder(folder: Path) -> Embedder:
-    """Return the model in such a folder, in fp32 and in evaluation mode. Raises DataError."""
-    module = Embedder(load_encoder(folder, weights=True), load_vectors(folder))
-    module.train(False)
-    return module

@@ -146,8 +146,7 @@ def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
 
 def _head(model: "PreTrainedModel") -> "list[torch.nn.Module]":
     """Return the output layer: outside the body, with one output per class. All known architectures have one such
-    module, unless an earlier layer has the same width.
-    """
+    module, unless an earlier layer has the same width."""
     import torch
 
     body = getattr(model, model.base_model_prefix, None)

@@ -15,28 +15,12 @@ Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 "values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens removed from each row."
 
 
-def tokenize(
-    tokenizer: Any, texts: Sequence[str] | Sequence[tuple[str, str]], max_length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def tokenize(tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: list[np.ndarray] | None = None) -> Tokens:
     """Tokenize texts, or pairs of texts, into one flat array, with special tokens.
 
-    Truncate to `max_length` on the tokenizer's side, of a pair the longer text first. Return values (T,) int32,
-    offsets (B+1,) int64 and cut (B,) int64, the number of tokens removed from each text.
+    Truncate to `max_length` on the tokenizer's side, of a pair the longer text first. Append the tokens' types to
+    `types`, for pairs.
     """
-    return _tokenize(tokenizer, texts, max_length, types=None)
-
-
-def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int) -> tuple[Tokens, np.ndarray]:
-    """Tokenize pairs of texts like `tokenize`; also return each token's type (T,) uint8: 0 first text, 1 second."""
-    types: list[np.ndarray] = []
-    tokens = _tokenize(tokenizer, pairs, max_length, types=types)
-    return tokens, np.concatenate(types) if types else np.zeros(0, dtype=np.uint8)
-
-
-def _tokenize(
-    tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: list[np.ndarray] | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens; append the tokens' types to `types`, if the texts are pairs."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
@@ -66,3 +50,10 @@ def _tokenize(
     offsets = np.zeros(len(texts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32), offsets, cut
+
+
+def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int) -> tuple[Tokens, np.ndarray]:
+    """Tokenize pairs of texts like `tokenize`; also return each token's type (T,) uint8: 0 first text, 1 second."""
+    types: list[np.ndarray] = []
+    tokens = tokenize(tokenizer, pairs, max_length, types=types)
+    return tokens, np.concatenate(types) if types else np.zeros(0, dtype=np.uint8)

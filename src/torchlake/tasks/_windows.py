@@ -45,10 +45,7 @@ class WindowedTask(BaseTask):
         return pa.list_(pa.int32())
 
     def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
-        """Return the labels as they are, nulls kept; their numbers depend on the tokens.
-
-        Raises DataError for an invalid label.
-        """
+        """Return the labels as they are; their numbers depend on the tokens. Raises DataError for an invalid one."""
         for row, reason in self.bad_labels(array, spec).items():
             raise DataError(f"the label column {spec.label!r}, row {row} of {len(array)}: {reason}")
         return array
@@ -110,7 +107,7 @@ def texts_of(features: Features | None, rows: int) -> list[Any]:
     return [json.loads(each.tobytes()) for each in np.split(source.values, source.offsets[1:-1])]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Windows:
     """The tokens of rows, flat, in windows."""
 
@@ -171,24 +168,11 @@ def encode(
         for row, encoding in enumerate(backend.encode_batch(some, is_pretokenized=pretokenized), start=first):
             windows = [encoding, *encoding.overflowing]
             for place, window in enumerate(windows):
-                pieces.append(_window(window, place, len(windows), stride, overlapping=1 if _is_pair(window) else 0))
+                pieces.append(_window(window, place, len(windows), stride, overlapping=int(1 in window.sequence_ids)))
                 lengths[row] += len(window.ids)
     backend.no_truncation()
-    kinds = (np.int32, np.uint8, np.int32, np.int32, np.int32, bool, np.int8)
-    columns = [np.concatenate(each) for each in zip(*pieces, strict=True)] if pieces else [np.zeros(0)] * 7
-    ids, types, words, starts, ends, counts, sequences = (
-        column.astype(kind) for column, kind in zip(columns, kinds, strict=True)
-    )
-    return Windows(
-        lengths=lengths,
-        ids=ids,
-        types=types,
-        words=words,
-        starts=starts,
-        ends=ends,
-        counts=counts,
-        sequences=sequences,
-    )
+    empty = [np.zeros(0, kind) for kind in (np.int32, np.uint8, np.int32, np.int32, np.int32, bool, np.int8)]
+    return Windows(lengths, *(np.concatenate(each) for each in zip(empty, *pieces, strict=True)))
 
 
 def _glues_words(backend: Any) -> bool:
@@ -203,12 +187,8 @@ def _glues_words(backend: Any) -> bool:
     return bool(words != text and spaced == text)
 
 
-def _is_pair(window: Any) -> bool:
-    return len(window.sequence_ids) > 0 and max(-1 if one is None else one for one in window.sequence_ids) == 1
-
-
 def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) -> tuple[np.ndarray, ...]:
-    """Return the arrays of one window; `overlapping` is the text that is cut into windows."""
+    """Return the arrays of one window in the order of `Windows`; `overlapping` is the text that is cut into windows."""
     sequences = np.array([-1 if one is None else one for one in window.sequence_ids], dtype=np.int8)
     words = np.array([-1 if one is None else one for one in window.word_ids], dtype=np.int32)
     spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
@@ -245,7 +225,9 @@ def attach(model: "nn.Module", size: int) -> None:
         if ids.shape[1] <= size:
             return forward(**batch)
         rows = ids.shape[0]
-        inside = {name: each.reshape(-1, size) if _is_wide(each) else each for name, each in batch.items()}
+        inside = {
+            name: each.reshape(-1, size) if getattr(each, "ndim", 0) == 2 else each for name, each in batch.items()
+        }
         answer = forward(**inside)
         for name, each in list(answer.items()):
             # Encoder-decoders also return states and caches, which belong to windows.
@@ -254,7 +236,3 @@ def attach(model: "nn.Module", size: int) -> None:
         return answer
 
     model.forward = windowed
-
-
-def _is_wide(value: Any) -> bool:
-    return hasattr(value, "ndim") and value.ndim == 2

@@ -181,18 +181,17 @@ class FeatureExtraction(Task):
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return the encoder with pooling in evaluation mode."""
-        from torchlake.tasks._embedder import load_embedder
-
         refuse_placement(self, options.get("placement"))
         load.check_files(folder)
-        module = load_embedder(folder)
+        module = self.build(folder, spec, weights=True)
+        module.train(False)
         return module if options.get("dtype") is None else module.to(options["dtype"])
 
     def load_vectors(self, folder: Path) -> "nn.Module":
         """Return the layers that make vectors of token states, for runtimes with their own encoder."""
-        from torchlake.tasks._embedder import load_vectors
+        from torchlake.tasks._embedder import Vectors
 
-        return load_vectors(folder)
+        return Vectors(read_embedding(folder), folder)
 
     def save_model(
         self, folder: Path, model_or_state: Any, config: Any, processor: TextReader, spec: TaskSpec, **card: Any

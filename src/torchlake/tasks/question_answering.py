@@ -283,8 +283,7 @@ def _first_answer(label: Mapping[str, Any], text: str) -> Answer:
 
 def _golden(starts: np.ndarray, ends: np.ndarray, answer: Answer) -> tuple[np.ndarray, np.ndarray]:
     """Return which tokens (L,) of a row are the answer's first, and which its last; of each there are several if
-    windows share it.
-    """
+    windows share it."""
     if answer is None:
         return starts == NO_ANSWER, starts == NO_ANSWER
     inside = (starts >= 0) & (starts < answer[1]) & (ends > answer[0])

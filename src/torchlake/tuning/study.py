@@ -4,7 +4,6 @@ Each trial's sampler is seeded from the tuning's seed and the trial's number, so
 settings. Cost: some tens of milliseconds per trial; importing Optuna takes a second.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from torchlake.display import Shown, shown
-from torchlake.errors import MissingExtra, pip_install
+from torchlake.errors import need_library
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
 from torchlake.tuning.search_space import Range, Space
@@ -53,12 +52,6 @@ class Trial:
     why: str
     "Why the trial failed; else empty."
 
-    @property
-    def folder(self) -> Path:
-        """The earlier name of `path`."""
-        warnings.warn("Trial.folder is now Trial.path.", DeprecationWarning, stacklevel=2)
-        return self.path
-
     def _shown(self) -> Shown:
         value = "" if self.value is None else f" {self.value:.4f}"
         return f"{self.number} {self.why or self.state}{value}, {searched(self)} -> {self.path}", []
@@ -71,12 +64,9 @@ def searched(trial: Trial) -> str:
 
 def load_optuna() -> ModuleType:
     """Import Optuna, with only its warnings logged. Raises MissingExtra with the pip command if it is not installed."""
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"tune needs the library {error.name!r}, which is not installed: {pip_install('torchlake[tune]')}"
-        ) from error
+    need_library("optuna", "tune", "tune")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

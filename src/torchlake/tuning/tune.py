@@ -12,7 +12,6 @@ deleted; logs and metrics stay.
 """
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -92,12 +91,6 @@ class Tuning:
     trials: tuple[Trial, ...]
     "The trials, in order."
 
-    @property
-    def folder(self) -> Path:
-        """The earlier name of `path`."""
-        warnings.warn("Tuning.folder is now Tuning.path.", DeprecationWarning, stacklevel=2)
-        return self.path
-
     def _shown(self) -> display.Shown:
         rows = [(one.number, one.why or one.state, one.value, searched(one)) for one in self.trials]
         line = f"{display.count(len(self.trials), 'trial')}, {self.best.number} is the best -> {self.path}"
@@ -154,7 +147,9 @@ def tune(
             while True:
                 done = ended_trials(study, folder)
                 best = best_trial(done, minimize=minimize)
-                _delete_others(best, done)
+                for one in done:
+                    if one is not best:
+                        atomic_io.remove(one.path / name for name in LARGE_FOLDERS)
                 trial = next_trial(study, searched, trials, seed)
                 if trial is None:
                     break
@@ -253,13 +248,6 @@ def _prune(
                 trial.report(line[metrics_log.VALIDATION + metric], number)
                 if trial.should_prune():
                     stop.touch()
-
-
-def _delete_others(best: Trial | None, ended: Sequence[Trial]) -> None:
-    """Delete the weights and tables of all finished trials but the best."""
-    for one in ended:
-        if one is not best:
-            atomic_io.remove(one.path / name for name in LARGE_FOLDERS)
 
 
 def _log_trial(last: Trial, metric: str, trials: int) -> None:

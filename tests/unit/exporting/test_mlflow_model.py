@@ -120,7 +120,7 @@ def test_a_model_of_pairs_takes_frames_of_both_columns(tiny_bert: Path, tmp_path
 def test_mistakes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="null: expected 'error' or 'score'"):
         tl.log_model(tiny_model, null="skip")  # type: ignore[arg-type]
-    monkeypatch.setattr("torchlake.exporting.mlflow_model.find_spec", lambda name: None)
+    monkeypatch.setattr("torchlake.errors.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"torchlake\[mlflow\]"):
         tl.log_model(tiny_model)
 

@@ -16,7 +16,7 @@ from sweeps import sweep
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.features import Features
 from torchlake.tasks import _chat
-from torchlake.tasks._completions import completion_ids, turn_end
+from torchlake.tasks._completions import all_completion_ids, turn_end
 from torchlake.tasks._whole_rows import whole_rows
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
@@ -222,6 +222,13 @@ def test_the_end_token_of_a_turn_is_found(name: str, end: str) -> None:
     assert turn_end(made) == made.convert_tokens_to_ids(end)
     made.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     assert turn_end(made) is None
+
+
+def completion_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
+    [found] = all_completion_ids(tokenizer, [(prompt, completion, None)])
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def test_a_completion_is_learned_up_to_its_end_token() -> None:

@@ -24,7 +24,7 @@ from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.tables.record import read_commit
 from torchlake.tables.sources._options import ReadOptions
-from torchlake.tasks._completions import completion_ids
+from torchlake.tasks._completions import all_completion_ids
 
 SAID = ("good ?", "yes , all of it", "a film that we like", "it was boring", "is it fun ?", "no")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -76,7 +76,8 @@ def test_messages_and_tools_are_found_and_learned_without_marks(tmp_path: Path, 
     for chat in chats():
         row: list[int] = []
         for at in range(0, len(chat), 2):
-            made = completion_ids(tokenizer, chat[: at + 1], chat[at + 1 : at + 2])
+            [made] = all_completion_ids(tokenizer, [(chat[: at + 1], chat[at + 1 : at + 2], None)])
+            assert isinstance(made, list)
             row += made[len(row) :]
             row = row[:-1] if at + 2 < len(chat) else row
         alone.append(row)
@@ -122,7 +123,8 @@ def test_the_loss_is_over_the_completion(form: str, tmp_path: Path, tiny_gpt2: P
         prompts = [f"{row['ask']}\n{row['more'] or ''}\n:" for row in rows]
     else:
         prompts = [row["prompt"] for row in rows]
-    alone = [completion_ids(tokenizer, prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
+    asked_rows = [(prompt, row["answer"], None) for prompt, row in zip(prompts, rows, strict=True)]
+    alone: list[Any] = all_completion_ids(tokenizer, asked_rows)
     assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
     model = tmp_path / "run" / "model"
     found = tl.evaluate(model, tmp_path / "table.parquet", engine=tiny.Here())

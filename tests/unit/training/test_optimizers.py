@@ -16,9 +16,9 @@ import families
 import tiny
 import training_runs as runs
 from sweeps import examples, sweep
+from torchlake import errors
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, MissingExtra
-from torchlake.optim import optimizers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
 from torchlake.optim.parameters import depths, layer_scales, layers
 from torchlake.optim.schedule import check, learning_rate, phases
@@ -110,7 +110,7 @@ def test_a_killed_run_continues_on_another_number_of_ranks(tmp_path: Path, tiny_
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     for name, library in {"lion": "lion-pytorch", "adamw_8bit": "bitsandbytes"}.items():
         train = TrainConfig.model_validate({"optimizer": name})
         with pytest.raises(MissingExtra, match=f"train.optimizer={name} needs the library '{library}'.*pip install"):

@@ -11,12 +11,11 @@ other weights, so a base with another hash is refused.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.errors import DataError, FingerprintError, MissingExtra, pip_install
+from torchlake.errors import DataError, FingerprintError
 from torchlake.models import folders
 
 CONFIG, TENSORS, RECORD = folders.ADAPTER_CONFIG, folders.ADAPTER_TENSORS, folders.BASE_RECORD
@@ -89,21 +88,6 @@ def find_base(folder: Path) -> Path:
             "Put the base back as it was, or train the adapter again."
         )
     return place
-
-
-def check_peft(what: str) -> None:
-    """Raise MissingExtra with the pip command if peft is not installed; `what` needs it."""
-    if find_spec("peft") is None:
-        raise MissingExtra(f"{what} needs the library 'peft', which is not installed: {pip_install('torchlake[lora]')}")
-
-
-def check_bits(kind: str) -> None:
-    """Raise MissingExtra with the pip command if bitsandbytes is not installed; `kind` is a value of model.quantize."""
-    if find_spec("bitsandbytes") is None:
-        raise MissingExtra(
-            f"model.quantize={kind} needs the library 'bitsandbytes', which is not installed: "
-            f"{pip_install('torchlake[8bit]')}"
-        )
 
 
 def check_config(file: Path, values: Any) -> None:

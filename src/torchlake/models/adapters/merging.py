@@ -33,10 +33,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 def merged(model: "nn.Module", folder: Path) -> "nn.Module":
-    """Return the base `model`, in fp32, with the adapter in `folder` merged into it, in place.
-
-    Raises DataError if the adapter does not fit the model.
-    """
+    """Merge the adapter in `folder` into `model`, in fp32 and in place. Raises DataError if it does not fit."""
     import peft
 
     tensors = adapter_tensors(folder)
@@ -63,8 +60,7 @@ def adapter_tensors(folder: Path) -> "dict[str, torch.Tensor]":
 
 
 def trained_whole(folder: Path) -> set[str]:
-    """Return the names of the model's tensors that an adapter replaces: of a head, or of other modules trained
-    whole."""
+    """Return the names of the tensors that an adapter replaces: of a head, or of other modules trained whole."""
     parts = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
     names = (name.removeprefix(PREFIX) for name in adapter_tensors(folder))
     return {name for name in names if not any(part in name.split(".") for part in parts)}

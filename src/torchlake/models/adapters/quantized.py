@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchlake.errors import ConfigError
-from torchlake.models.adapters.base import check_bits
+from torchlake.errors import ConfigError, need_library
 from torchlake.optim.parameters import layers
 
 BLOCK, BLOCK_OF_SCALES, CODES = 64, 256, 256
@@ -106,14 +105,14 @@ def quantize(model: nn.Module, kind: str) -> None:
 
     Raises MissingExtra without bitsandbytes, ConfigError for a model without such layers.
     """
-    check_bits(kind)
+    need_library("bitsandbytes", "8bit", f"model.quantize={kind}")
     for parent, name, linear in _linear_layers(model):
         setattr(parent, name, _quantized(linear, kind))
 
 
 def round_weights(model: nn.Module, kind: str) -> None:
     """Give the same layers the weights that their quantized form stands for, in the type that they have."""
-    check_bits(kind)
+    need_library("bitsandbytes", "8bit", f"model.quantize={kind}")
     for _, _, linear in _linear_layers(model):
         rounded = _quantized(linear, kind).dequantize()
         linear.weight.data = _as_stored(linear, rounded).to(linear.weight.dtype)

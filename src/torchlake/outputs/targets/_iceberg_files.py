@@ -16,7 +16,7 @@ from torchlake.errors import OutputError
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Logged
+from torchlake.outputs.target import Logged, files_of
 from torchlake.outputs.targets._schemas import short
 from torchlake.storage.urls import filesystem_of, is_url
 from torchlake.tables.sources.files import local_path
@@ -163,10 +163,7 @@ def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
             f"{shown}: the table has {problem}, so rows cannot be replaced in it. Compact it first "
             "(rewrite_data_files)."
         )
-    return [
-        LiveFile(path=path, file=local_path(path), bytes=one.bytes, partition=tuple(one.partition.items()))
-        for path, one in logged(table).items()
-    ]
+    return files_of(logged(table), local_path)
 
 
 def dataset(table: Any, shown: str) -> Any:

@@ -10,19 +10,29 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
 import pyarrow as pa
 
-from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
+from torchlake.errors import OutputError, UsageError, need_library
 from torchlake.outputs.grouping import partition_text
-from torchlake.outputs.parts import Part, PartFolder
+from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, Conflict, Logged, Target, TargetOptions, reads_log
+from torchlake.outputs.target import (
+    Change,
+    Conflict,
+    Logged,
+    Target,
+    TargetOptions,
+    check_existing,
+    check_partitions,
+    files_of,
+    reads_log,
+)
 from torchlake.outputs.targets._delta_history import is_lost
 from torchlake.outputs.targets._delta_rules import check_rules, commit_error
 from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
@@ -118,34 +128,18 @@ class DeltaTarget:
     def check(self, snapshot: DeltaSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
         schema = delta_schema(schema)
-        for name in self.partition_by:
-            if name not in schema.names:
-                raise UsageError(
-                    f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
-                    f"(columns: {', '.join(schema.names)})."
-                )
-            kind = schema.field(name).type
-            if pa.types.is_nested(kind) or pa.types.is_binary(kind):
-                raise UsageError(f"{self.shown}: cannot be partitioned by {name!r}, whose values are {kind}.")
-        if self.options.mode == "replace-where" and (key is None or key in self.partition_by):
-            raise UsageError(
-                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
-                "partition column."
-            )
+        check_partitions(
+            cast(Target, self),
+            self.partition_by,
+            schema,
+            key,
+            cannot=lambda kind: pa.types.is_nested(kind) or pa.types.is_binary(kind),
+        )
         table = snapshot.table
         if table is None:
             return
         check_rules(self.shown, table, self.options.mode)
-        if self.options.mode == "create" and table.file_uris():
-            raise OutputError(
-                f"{self.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
-                "them with mode overwrite, or give another output."
-            )
-        if self.options.partition_by and [*self.options.partition_by] != table.metadata().partition_columns:
-            raise UsageError(
-                f"{self.shown}: is partitioned by {table.metadata().partition_columns or 'nothing'}; leave "
-                "partition_by out."
-            )
+        check_existing(cast(Target, self), table.metadata().partition_columns, has_rows=table.file_uris)
         there = pa.schema(table.schema().to_arrow())
         if self.options.mode == "overwrite":  # it replaces the columns too, but does not weaken them
             check_nulls(self.shown, schema, there)
@@ -193,15 +187,7 @@ class DeltaTarget:
                 f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
             )
-        return [
-            LiveFile(
-                path=path,
-                file=source.file_at(self.root, path),
-                bytes=one.bytes,
-                partition=tuple(one.partition.items()),
-            )
-            for path, one in self.logged(snapshot).items()
-        ]
+        return files_of(self.logged(snapshot), partial(source.file_at, self.root))
 
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""
@@ -230,6 +216,7 @@ class DeltaTarget:
     def commit(self, snapshot: DeltaSnapshot, change: Change) -> Mapping[str, Any]:
         """Make one transaction on top of this version."""
         from deltalake import CommitProperties, DeltaTable, Transaction
+        from deltalake.transaction import AddAction, RemoveAction
 
         table, schema = snapshot.table, change.schema
         try:
@@ -257,8 +244,13 @@ class DeltaTarget:
             # The id of this commit guards against adding its rows twice, and a position against a second job that adds
             # the same versions of a source.
             apps = [Transaction(f"{APP}-{change.id}", 1), *(Transaction(*one) for one in change.positions.items())]
+            folder, now = f"{APP}-{change.id[:16]}", int(time.time() * 1000)
+            added = [
+                AddAction(f"{folder}/{one.name}", one.bytes, dict(one.partition), now, True, one.statistics)
+                for one in (*change.files, *change.kept)
+            ]
             table.create_write_transaction(
-                [*(self._added(part, change.id) for part in (*change.files, *change.kept)), *_removed(change)],
+                [*added, *(RemoveAction(path, True, now) for path in change.removed)],
                 "overwrite" if change.mode == "overwrite" else "append",
                 schema,
                 partition_by=[*self.partition_by] or None,
@@ -284,12 +276,6 @@ class DeltaTarget:
         retries = {"max_retries": str(RETRIES), "retry_timeout": f"{RETRY_S:.0f}s"}
         return {**options, **retries, "aws_conditional_put": "etag"}
 
-    def _added(self, part: Part, commit: str) -> Any:
-        from deltalake.transaction import AddAction
-
-        path, now = f"{APP}-{commit[:16]}/{part.name}", int(time.time() * 1000)
-        return AddAction(path, part.bytes, dict(part.partition), now, True, part.statistics)
-
 
 def recognizes(output: str, format: str | None) -> bool:
     """Return whether `output` is a folder with a `_delta_log`, or `format` asks for one."""
@@ -300,13 +286,7 @@ def recognizes(output: str, format: str | None) -> bool:
 
 def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
-    try:
-        import deltalake  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra(
-            f"{output}: a Delta table needs the library 'deltalake', which is not installed: "
-            f"{pip_install('torchlake[delta]')}"
-        ) from error
+    need_library("deltalake", "delta", f"{output}: a Delta table")
     text = local_path(os.fspath(output))
     if source.VERSION.fullmatch(text) and source.recognizes(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
@@ -367,13 +347,6 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
-
-
-def _removed(change: Change) -> Sequence[Any]:
-    from deltalake.transaction import RemoveAction
-
-    now = int(time.time() * 1000)
-    return [RemoveAction(path, True, now) for path in change.removed]
 
 
 def _has_deleted_rows(table: Any) -> bool:

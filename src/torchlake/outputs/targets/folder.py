@@ -157,6 +157,5 @@ def open_dataset(output: str) -> Any:
     """Return the committed rows as a pyarrow dataset. Raises TableError when it is not a finished output."""
     import pyarrow.dataset as ds
 
-    schema = recorded_schema(read_commit(output))
     files = [str(path) for path in committed_files(output)]
-    return ds.dataset(files, schema=schema if isinstance(schema, pa.Schema) else None, format="parquet")
+    return ds.dataset(files, schema=recorded_schema(read_commit(output)), format="parquet")

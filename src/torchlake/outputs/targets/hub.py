@@ -26,7 +26,7 @@ from torchlake.outputs.target import Change, CommitUnknown, Conflict, TargetOpti
 from torchlake.redaction import redacted
 from torchlake.storage.errors import first_line, storage_failure
 from torchlake.storage.folders import LocalFolder
-from torchlake.tables.record import is_record, recorded_arrow_schema
+from torchlake.tables.record import is_record, recorded_schema
 
 _NAME = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>.+))?")
 RECORD, PLAN = ".torchlake/commit.json", ".torchlake/plan.json"
@@ -220,7 +220,6 @@ def open_target(output: str, options: TargetOptions) -> HubTarget:
 def open_dataset(output: str) -> Any:
     """Return the committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
     import pyarrow.dataset as ds
-    from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     from torchlake.storage.urls import filesystem_of
 
@@ -230,8 +229,7 @@ def open_dataset(output: str) -> Any:
         raise OutputError(f"{output}: has no committed rows yet.")
     filesystem, top = filesystem_of(f"hf://datasets/{target.repo}@{snapshot.version}")
     files = [f"{top}/{target.folder}{name}" for name in _recorded(snapshot.record)]
-    handler = PyFileSystem(FSSpecHandler(filesystem))
-    return ds.dataset(files, schema=recorded_arrow_schema(snapshot.record), format="parquet", filesystem=handler)
+    return ds.dataset(files, schema=recorded_schema(snapshot.record), format="parquet", filesystem=filesystem)
 
 
 def _rows(snapshot: HubSnapshot) -> list[str]:

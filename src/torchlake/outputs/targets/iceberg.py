@@ -23,7 +23,17 @@ from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import FOLDER, read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
-from torchlake.outputs.target import Change, CommitUnknown, Conflict, Logged, Target, TargetOptions, reads_log
+from torchlake.outputs.target import (
+    Change,
+    CommitUnknown,
+    Conflict,
+    Logged,
+    Target,
+    TargetOptions,
+    check_existing,
+    check_partitions,
+    reads_log,
+)
 from torchlake.outputs.targets import _iceberg_files as files
 from torchlake.outputs.targets._iceberg_tables import (
     CommitAttempt,
@@ -149,29 +159,10 @@ class IcebergTarget:
         if table is not None:
             check_features(self.shown, table)
         columns = self.options.partition_by if table is None else checked_spec(self.shown, table)
-        for name in columns:
-            if name not in rows.names:
-                raise UsageError(
-                    f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
-                    f"(columns: {', '.join(rows.names)})."
-                )
-            kind = rows.field(name).type
-            if pa.types.is_nested(kind) or pa.types.is_floating(kind) or pa.types.is_binary(kind):
-                raise UsageError(f"{self.shown}: rows cannot be partitioned by {name!r}, which is {kind}.")
-        if self.options.mode == "replace-where" and (key is None or key in columns):
-            raise UsageError(
-                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
-                "partition column."
-            )
+        check_partitions(cast(Target, self), columns, rows, key, cannot=_cannot_partition)
         if table is None:
             return
-        if self.options.mode == "create" and files.has_rows(table):
-            raise OutputError(
-                f"{self.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
-                "them with mode overwrite, or give another output."
-            )
-        if self.options.partition_by and self.options.partition_by != columns:
-            raise UsageError(f"{self.shown}: is partitioned by {list(columns) or 'nothing'}; leave partition_by out.")
+        check_existing(cast(Target, self), columns, has_rows=lambda: files.has_rows(table))
         identifiers = table.schema().identifier_field_names()
         there = pa.schema(
             [one.with_nullable(one.nullable and one.name not in identifiers) for one in files.schema_to_arrow(table)]
@@ -327,6 +318,10 @@ def open_dataset(output: str) -> Any:
 
 def _stored(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_nullable(True) for field in iceberg_schema(schema)])
+
+
+def _cannot_partition(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_nested(kind) or pa.types.is_floating(kind) or pa.types.is_binary(kind))
 
 
 def _root(table: Any) -> str:

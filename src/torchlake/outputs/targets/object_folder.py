@@ -27,7 +27,7 @@ from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
 from torchlake.storage.objects import Found, ObjectFolder
 from torchlake.storage.urls import EXTRAS, is_url
-from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_schema
+from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,6 @@ def open_target(output: str, options: TargetOptions) -> FolderTarget:
 def open_dataset(output: str) -> Any:
     """Return the committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
     import pyarrow.dataset as ds
-    from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     from torchlake.storage.urls import filesystem_of
 
@@ -144,5 +143,4 @@ def open_dataset(output: str) -> Any:
         raise OutputError(f"{output}: has no committed rows yet.")
     filesystem, path = filesystem_of(f"{target.root}/{PARTS}")
     files = [f"{path}/{part['name']}" for part in record["parts"]]
-    schema, handler = recorded_arrow_schema(record), FSSpecHandler(filesystem)
-    return ds.dataset(files, schema=schema, format="parquet", filesystem=PyFileSystem(handler))
+    return ds.dataset(files, schema=recorded_schema(record), format="parquet", filesystem=filesystem)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torchlake.errors import MissingExtra, TableError, TorchlakeError, pip_install
+from torchlake.errors import MissingExtra, TableError, TorchlakeError, need_library
 from torchlake.redaction import redacted
 from torchlake.storage.errors import first_line, library_errors
 from torchlake.storage.urls import is_url, s3_address
@@ -114,13 +114,7 @@ def catalog_errors(name: TableName) -> Iterator[None]:
 
 
 def _check_installed(name: TableName) -> None:
-    try:
-        import pyiceberg.catalog  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra(
-            f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
-            f"{pip_install('torchlake[iceberg]')}"
-        ) from error
+    need_library("pyiceberg", "iceberg", f"{name.shown}: an Iceberg table")
 
 
 def _ignore_named_code(catalog: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
+from torchlake.errors import TableError, Unavailable, need_library
 from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.formats.types import same_name
@@ -208,14 +208,10 @@ def _has_log(path: str) -> bool:
 
 def _load(found: DeltaPath) -> Any:
     """Return the deltalake table. Raises TableError when it cannot be read."""
-    try:
-        from deltalake import DeltaTable
-        from deltalake.exceptions import DeltaError
-    except ImportError as error:
-        raise MissingExtra(
-            f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
-            f"{pip_install('torchlake[delta]')}"
-        ) from error
+    need_library("deltalake", "delta", f"{found.table}: a Delta table")
+    from deltalake import DeltaTable
+    from deltalake.exceptions import DeltaError
+
     shown = found.table if found.version is None else f"{found.table}@v{found.version}"
     with library_errors(shown):
         try:

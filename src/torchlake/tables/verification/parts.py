@@ -30,7 +30,7 @@ class PartCheck:
 
     folder: str
     "The path or URL where the parts are."
-    schema: pa.Schema | dict[str, str]
+    schema: pa.Schema
     key: str | None
     row_ids: bool
     unchanged: frozenset[str]
@@ -74,7 +74,9 @@ def keys_of(key: str, files: Sequence[str], *, sampled: bool = False) -> Iterato
 
 def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chunks: Sequence[Chunk]) -> CheckedPart:
     """Check one part, down to its pages, its row ids and its keys."""
-    name, schema, seen = part["name"], _schema_of(check.schema, part), CheckedPart()
+    name, seen = part["name"], CheckedPart()
+    gone = {column for column, _ in part.get("partition", ())}  # a file of one partition lacks its columns
+    schema = pa.schema([column for column in check.schema if column.name not in gone])
     try:
         digest = _sha256(check.folder, name)
         if digest is None:
@@ -97,22 +99,13 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
     expected = part["rows"] if part.get("partition") else check.samples * sum(chunk.rows for chunk in chunks)
     if seen.rows != expected:
         seen.problems.append(f"{name}: has {seen.rows:,} rows, but {expected:,} in the plan.")
-    if columns.equals(schema) if isinstance(schema, pa.Schema) else as_names(columns) == schema:
+    if columns.equals(schema):
         if chunks:
             seen.file = file
             seen.problems += _check_identity(check, reader, file, chunks, some=bool(part.get("partition")))
     else:
-        recorded = as_names(schema) if isinstance(schema, pa.Schema) else schema
-        seen.problems.append(f"{name}: its columns are {as_names(columns)}, but {recorded} in the record.")
+        seen.problems.append(f"{name}: its columns are {as_names(columns)}, but {as_names(schema)} in the record.")
     return seen
-
-
-def _schema_of(schema: pa.Schema | dict[str, str], part: dict[str, Any]) -> pa.Schema | dict[str, str]:
-    """Return the columns of a part; a file of one partition does not have the partition columns."""
-    gone = {name for name, _ in part.get("partition", ())}
-    if isinstance(schema, pa.Schema):
-        return pa.schema([column for column in schema if column.name not in gone])
-    return {name: kind for name, kind in schema.items() if name not in gone}
 
 
 def _sha256(folder: str, name: str) -> str | None:

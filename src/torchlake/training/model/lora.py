@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchlake.config.job import Job
 from torchlake.config.sections.strategies import LoraOptions
-from torchlake.errors import ConfigError
+from torchlake.errors import ConfigError, need_library
 from torchlake.models.adapters import files, merging
-from torchlake.models.adapters.base import Base, check_bits, check_peft, describe_base
+from torchlake.models.adapters.base import Base, describe_base
 from torchlake.optim.parameters import head_modules, layers
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def check_lora(job: Job, task: Any) -> None:
     options = job.model.lora
     if options is None:
         return
-    check_peft("model.lora")
+    need_library("peft", "lora", "model.lora")
     if job.model.quantize is not None:
-        check_bits(job.model.quantize)
+        need_library("bitsandbytes", "8bit", f"model.quantize={job.model.quantize}")
         if job.train.strategy == "deepspeed":
             raise ConfigError(
                 "model.quantize cannot be combined with train.strategy=deepspeed, which would convert the quantized "
@@ -52,7 +52,7 @@ def add_adapters(model: "nn.Module", options: LoraOptions, *, draw: bool = True)
     torch's global generator initializes A; B starts at zero. `draw=False`: the values will be loaded; for PiSSA, call
     `take_out` then. Raises MissingExtra without peft, ConfigError if `targets` or `also_train` matches nothing.
     """
-    check_peft("model.lora")
+    need_library("peft", "lora", "model.lora")
     import peft
 
     config = lora_config(model, options)
