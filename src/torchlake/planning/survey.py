@@ -31,8 +31,8 @@ from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.conversations import check_training_columns, with_table
-from torchlake.preparation.prepare import make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
+from torchlake.preparation.row_checks import make_examples
 from torchlake.runs.folder import read_options_of
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.plan import Chunk
