@@ -1,10 +1,13 @@
 """Fine-tune a language model with DeepSpeed ZeRO-3 on Ray, then let it complete prompts in one batch job.
 
-    python examples/ray_generation.py MODEL LINES OUTPUT --prompts "First Citizen:" "ROMEO:"
+    python examples/ray_generation.py MODEL TABLE OUTPUT --prompts "First Citizen:" "ROMEO:"
+    python examples/ray_generation.py MODEL TABLE OUTPUT --text line --completion next_line
+    python examples/ray_generation.py MODEL TABLE OUTPUT --text messages
 
-LINES is a table with the column text (Parquet, CSV, JSON lines). Ray's workers tokenize it in parallel; the ranks share
-weights, gradients and moments, and each writes its own part of every checkpoint; the epoch with the best perplexity is
-what OUTPUT/model has. Run it again after a crash: it continues. `--address auto` joins the Ray cluster of this machine.
+TABLE (Parquet, CSV, JSON lines) has lines, prompts with completions, or conversations, whose answers are learned; these
+need a model with a chat template. Ray's workers tokenize it in parallel; the ranks share weights, gradients and
+moments, and each writes its own part of every checkpoint; the epoch with the best perplexity is what OUTPUT/run/model
+has. Run it again after a crash: it continues. `--address auto` joins the Ray cluster of this machine.
 """
 
 import argparse
@@ -19,8 +22,10 @@ import torchlake as tl
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", help="model folder to start from")
-    parser.add_argument("lines", help="table of lines")
+    parser.add_argument("table", help="table of lines, prompts or conversations")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--text", default="text", help="column of lines, prompts or conversations (messages)")
+    parser.add_argument("--completion", help="column of the completions; the loss is over them")
     parser.add_argument("--prompts", nargs="+", default=["First Citizen:"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gpus-per-process", type=float)
@@ -31,9 +36,16 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     args = parser.parse_args()
 
+    chats = args.text in ("messages", "conversations")
     engine = tl.Ray(args.address, processes=args.processes, gpus_per_process=args.gpus_per_process)
     run = tl.train(
-        data={"train": args.lines, "validation": {"fraction": 0.1}},
+        data={
+            "train": args.table,
+            "validation": {"fraction": 0.1},
+            "text": args.text,
+            "completion": args.completion,
+            "learn": "assistant" if chats else None,
+        },
         model={"base": args.model, "task": "text_generation", "max_length": args.block},
         train={
             "strategy": "deepspeed",
@@ -47,15 +59,15 @@ def main() -> None:
     )
     print(f"{run.steps} steps, perplexity {run.metrics['perplexity']:.1f} on validation")
 
-    prompts = args.output / "prompts.parquet"
-    pq.write_table(pa.table({"text": args.prompts}), prompts)
-    written = args.output / "completed"
+    asked = [[{"role": "user", "content": prompt}] for prompt in args.prompts] if chats else args.prompts
+    prompts, written = args.output / "prompts.parquet", args.output / "completed"
+    pq.write_table(pa.table({args.text: asked}), prompts)
     tl.predict(
-        run.model, prompts, written, columns=["text"], max_new_tokens=40, temperature=0.8, seed=1, engine=engine,
+        run.model, prompts, written, columns=[args.text], max_new_tokens=40, temperature=0.8, seed=1, engine=engine,
         overwrite=True,
     )  # fmt: skip
-    for row in pq.read_table(written).to_pylist():
-        print(f"{row['text']}{row['generated_text']}")
+    for prompt, text in zip(args.prompts, pq.read_table(written)["generated_text"].to_pylist(), strict=True):
+        print(f"{prompt}{text}")
 
 
 if __name__ == "__main__":

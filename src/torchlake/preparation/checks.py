@@ -40,10 +40,23 @@ def check_metric(job: Job) -> None:
     writing = job.train.validate_writing
     choices = list(dict.fromkeys(["loss", *task.directions, *([] if writing is None else [writing.metric])]))
     if wanted is not None and wanted not in choices:
-        raise ConfigError(unknown_metric(wanted, task.name, choices))
+        raise ConfigError(_unknown_metric(wanted, task.name, choices))
 
 
-def check_writing(job: Job, spec: TaskSpec) -> None:
+def choose_metric(job: Job, spec: TaskSpec) -> str:
+    """Return the metric that selects the best model. Raises ConfigError for one that the rows do not have."""
+    task = plugins.load("tasks", spec.task)
+    wanted, writing = job.train.metric, job.train.validate_writing
+    _check_writing(job, spec)
+    if wanted is None:
+        return str(task.default_metric.get(spec.problem, "loss"))
+    choices = ["loss", *task.metric_names(spec), *([] if writing is None else [writing.metric])]
+    if wanted not in choices:
+        raise ConfigError(_unknown_metric(wanted, spec.problem, choices))
+    return wanted
+
+
+def _check_writing(job: Job, spec: TaskSpec) -> None:
     """Raise ConfigError for train.validate_writing if the rows have no answers apart from their prompts."""
     if job.train.validate_writing is None or spec.problem in ("next_answer_token", "text"):
         return
@@ -73,7 +86,7 @@ def _check_language(job: Job, task: Task) -> None:
         raise ConfigError("train.validate_writing needs validation rows; data.validation is null")
 
 
-def unknown_metric(wanted: str, of: str, choices: Sequence[str]) -> str:
+def _unknown_metric(wanted: str, of: str, choices: Sequence[str]) -> str:
     """Return the message for a metric that `of`, a task or a problem, does not have."""
     close = get_close_matches(wanted, choices, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""

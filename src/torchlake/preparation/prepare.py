@@ -14,15 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
-from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError
 from torchlake.jobs.options import OutputOptions
@@ -34,10 +31,9 @@ from torchlake.outputs.find import folder_output
 from torchlake.outputs.transaction import Transaction
 from torchlake.preparation.conversations import check_training_columns
 from torchlake.preparation.reference import Reference, make_reference
-from torchlake.preparation.row_checks import check_fields, row_checks, usable_rows
-from torchlake.preparation.summary import describe_truncation
+from torchlake.preparation.row_checks import check_fields, make_examples
+from torchlake.preparation.summary import describe_truncation, truncation_of
 from torchlake.scoring.rows import beyond_embeddings, within
-from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import first_rows
 from torchlake.tables.failures import reason_hint
 from torchlake.tables.keys import row_ids
@@ -46,7 +42,6 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table
-from torchlake.tasks._null_rows import rows_of
 from torchlake.tasks._whole_rows import TOO_LONG
 
 log = logging.getLogger(__name__)
@@ -165,7 +160,7 @@ class _Preparing:
 
     def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
         parts = [*out.done, *(chunk.part for chunk in made)]
-        cut = _truncation([Path(out.parts.location, part.name) for part in parts], self.spec)
+        cut = truncation_of([Path(out.parts.location, part.name) for part in parts], self.spec.max_length)
         if cut["rows"] > MAX_TRUNCATED_SHARE * max(1, cut["of_rows"]):
             log.warning("%s: %s", self.source, describe_truncation(cut))
         return {"tokenizer": str(self.tokenizer), "truncated": cut}
@@ -247,27 +242,6 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray, *, accepted: str | N
         )
 
 
-def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
-    """Return the truncated rows and tokens of token Parquet, and their totals."""
-    rows = tokens = of_rows = of_tokens = 0
-    for part in parts:
-        with pq.ParquetFile(part) as file:
-            if "cut" not in file.schema_arrow.names:  # staged by an earlier version
-                continue
-            table = file.read(columns=["length", "cut"])
-        cut = table["cut"].to_numpy()
-        rows, tokens = rows + int((cut > 0).sum()), tokens + int(cut.sum())
-        lengths = table["length"].to_numpy()
-        of_rows, of_tokens = of_rows + int((lengths > 0).sum()), of_tokens + int(lengths.sum())
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "of_rows": of_rows,
-        "of_tokens": of_tokens + tokens,
-        "max_length": spec.max_length,
-    }
-
-
 def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None, tokenizer: Any) -> None:
     """Raise DataError for a row with a token that the model has no embedding for."""
     unknown = beyond_embeddings(tokens, embeddings, tokenizer)
@@ -279,54 +253,3 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
             "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
             "save both."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRows:
-    """The result of a task for some rows: M of them can be trained on."""
-
-    rows: np.ndarray
-    "(M,) int64, the positions of these rows."
-    features: Features
-    targets: pa.Array | None
-    checks: dict[str, np.ndarray]
-    "What the data checks need of these rows."
-    errors: dict[int, str]
-    "{position: reason} for the other rows."
-
-    def to_table(self, count: int, schema: pa.Schema) -> pa.Table:
-        """Return the columns of all `count` rows; a row with an error has no features."""
-        made = {name: to_arrow(array, schema.field(name).type) for name, array in self.features.arrays.items()}
-        made |= {"length": pa.array(self.features.lengths, pa.int32()), "cut": pa.array(self.features.cut, pa.int32())}
-        if self.targets is not None:
-            made["target"] = self.targets
-        position = np.full(count, -1, dtype=np.int64)
-        position[self.rows] = np.arange(len(self.rows))
-        place = from_numpy(position, null=position < 0)
-        taken = {name: array.take(place) for name, array in made.items()}
-        for name in ("length", "cut"):
-            taken[name] = pc.fill_null(taken[name], 0)
-        for name, values in self.checks.items():
-            whole = np.zeros((count, *values.shape[1:]), values.dtype)
-            whole[self.rows] = values
-            taken[name] = to_arrow(whole, schema.field(name).type)
-        taken["error"] = pa.array([self.errors.get(row) for row in range(count)], pa.string())
-        return pa.table([taken[name] for name in schema.names], schema=schema)
-
-
-def make_examples(
-    task: Any, processor: Any, table: pa.Table, unreadable: dict[int, str], spec: TaskSpec, *, bad_rows: str
-) -> TrainingRows:
-    """Return the features and targets of the rows that can be trained on, and why others cannot.
-
-    With `bad_rows="error"` nothing is made if any row has an error. Raises DataError for labels of the wrong type.
-    """
-    rows, inputs, wanted, errors = usable_rows(task, table, unreadable, spec, bad_rows=bad_rows)
-    features, targets = task.examples(inputs, wanted, processor, spec)
-    if features.errors:
-        errors |= {int(rows[row]): reason for row, reason in features.errors.items()}
-        good = np.setdiff1d(np.arange(len(rows)), list(features.errors))
-        rows, features, inputs = rows[good], features.take(good), rows_of(inputs, good)
-        targets = None if targets is None else targets.take(from_numpy(good))
-    checks = row_checks(task, spec, table.take(from_numpy(rows)), inputs, targets, features)
-    return TrainingRows(rows=rows, features=features, targets=targets, checks=checks, errors=errors)

@@ -1,4 +1,4 @@
-"""What the data checks need of each row, stored beside its tokens.
+"""The rows that can be trained on, and what the data checks need of each, stored beside its tokens.
 
     hashes   (C + 1) uint64: of each input column, and of the target (0 without one)
     markup   whether most of its text is markup
@@ -9,6 +9,7 @@ An image is hashed by its content, not by its path. Cost: about 1 microsecond fo
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def check_fields(task: Any, spec: TaskSpec) -> list[pa.Field]:
     ]
 
 
-def usable_rows(
+def _usable_rows(
     task: Any, table: pa.Table, unreadable: Mapping[int, str], spec: TaskSpec, *, bad_rows: str
 ) -> tuple[np.ndarray, Inputs, pa.Array | None, dict[int, str]]:
     """Return the rows (M,) int64 that have inputs and a label, these, and {row: reason} for the others.
@@ -146,3 +147,54 @@ def _plain_labels(column: pa.ChunkedArray, errors: dict[int, str]) -> pa.Array:
     for row in pc.indices_nonzero(is_missing(labels)).to_pylist():
         errors.setdefault(row, "null_label")
     return labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRows:
+    """The result of a task for some rows: M of them can be trained on."""
+
+    rows: np.ndarray
+    "(M,) int64, the positions of these rows."
+    features: Features
+    targets: pa.Array | None
+    checks: dict[str, np.ndarray]
+    "What the data checks need of these rows."
+    errors: dict[int, str]
+    "{position: reason} for the other rows."
+
+    def to_table(self, count: int, schema: pa.Schema) -> pa.Table:
+        """Return the columns of all `count` rows; a row with an error has no features."""
+        made = {name: to_arrow(array, schema.field(name).type) for name, array in self.features.arrays.items()}
+        made |= {"length": pa.array(self.features.lengths, pa.int32()), "cut": pa.array(self.features.cut, pa.int32())}
+        if self.targets is not None:
+            made["target"] = self.targets
+        position = np.full(count, -1, dtype=np.int64)
+        position[self.rows] = np.arange(len(self.rows))
+        place = from_numpy(position, null=position < 0)
+        taken = {name: array.take(place) for name, array in made.items()}
+        for name in ("length", "cut"):
+            taken[name] = pc.fill_null(taken[name], 0)
+        for name, values in self.checks.items():
+            whole = np.zeros((count, *values.shape[1:]), values.dtype)
+            whole[self.rows] = values
+            taken[name] = to_arrow(whole, schema.field(name).type)
+        taken["error"] = pa.array([self.errors.get(row) for row in range(count)], pa.string())
+        return pa.table([taken[name] for name in schema.names], schema=schema)
+
+
+def make_examples(
+    task: Any, processor: Any, table: pa.Table, unreadable: dict[int, str], spec: TaskSpec, *, bad_rows: str
+) -> TrainingRows:
+    """Return the features and targets of the rows that can be trained on, and why others cannot.
+
+    With `bad_rows="error"` nothing is made if any row has an error. Raises DataError for labels of the wrong type.
+    """
+    rows, inputs, wanted, errors = _usable_rows(task, table, unreadable, spec, bad_rows=bad_rows)
+    features, targets = task.examples(inputs, wanted, processor, spec)
+    if features.errors:
+        errors |= {int(rows[row]): reason for row, reason in features.errors.items()}
+        good = np.setdiff1d(np.arange(len(rows)), list(features.errors))
+        rows, features, inputs = rows[good], features.take(good), rows_of(inputs, good)
+        targets = None if targets is None else targets.take(from_numpy(good))
+    checks = row_checks(task, spec, table.take(from_numpy(rows)), inputs, targets, features)
+    return TrainingRows(rows=rows, features=features, targets=targets, checks=checks, errors=errors)

@@ -127,6 +127,27 @@ def _class_rows(targets: np.ndarray, spec: TaskSpec) -> dict[str, int]:
     return {label_name(label): int(rows) for label, rows in zip(spec.labels, counts, strict=True)}
 
 
+def truncation_of(parts: Sequence[Path], max_length: int) -> dict[str, int]:
+    """Return the truncated rows and tokens of token Parquet, and their totals."""
+    rows = tokens = of_rows = of_tokens = 0
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            if "cut" not in file.schema_arrow.names:  # staged by an earlier version
+                continue
+            table = file.read(columns=["length", "cut"])
+        cut = table["cut"].to_numpy()
+        rows, tokens = rows + int((cut > 0).sum()), tokens + int(cut.sum())
+        lengths = table["length"].to_numpy()
+        of_rows, of_tokens = of_rows + int((lengths > 0).sum()), of_tokens + int(lengths.sum())
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "of_rows": of_rows,
+        "of_tokens": of_tokens + tokens,
+        "max_length": max_length,
+    }
+
+
 def describe_truncation(cut: Mapping[str, int]) -> str:
     """Return a sentence about `truncated` of a prepared table's record."""
     rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])

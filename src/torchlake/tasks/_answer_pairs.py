@@ -7,7 +7,7 @@ A prompt is a string beside answers that are whole conversations in some publish
 the conversations begin with it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import RowOptions
@@ -15,7 +15,7 @@ from torchlake.tasks._chat import Names, looks_like_chats, read_messages, read_t
 from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
-from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG
+from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG, largest
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
@@ -159,28 +159,28 @@ def _cut_at_messages(tokenizer: Any, asked: list[Asked], made: list[list[int] | 
     `asked` and `made` have the two answers of a pair in turn. A prompt is cut before a message of the user, and keeps
     its system text; one that does not fit in this way keeps its last question.
     """
-    places, bounds = dict[int, list[int]](), dict[int, tuple[int, int]]()
+    places = dict[int, list[int]]()
     for at in range(0, len(asked), 2):
         prompt, both = asked[at][0], made[at : at + 2]
         if isinstance(prompt, list) and not _fit(both, length):
             users = [place for place, one in enumerate(prompt) if one.get("role") == "user"][1:]
             if users and not any(isinstance(each, ValueError) for each in both):
-                places[at], bounds[at] = users, (0, len(users) - 1)
+                places[at] = users
 
-    def tokens_of(tried: dict[int, int]) -> Iterator[tuple[int, list[list[int] | ValueError]]]:
+    def tokens_of(tried: Mapping[int, int]) -> Iterator[tuple[int, list[list[int] | ValueError]]]:
         shorter = [
-            (_from_message(prompt, places[at][number]), answer, tools)
-            for at, number in tried.items()
+            (_from_message(prompt, places[at][-count]), answer, tools)
+            for at, count in tried.items()
             for prompt, answer, tools in asked[at : at + 2]
         ]
         tokens = all_completion_ids(tokenizer, shorter)
         return zip(tried, (tokens[place : place + 2] for place in range(0, len(tokens), 2)), strict=True)
 
-    while tried := {at: (low + high) // 2 for at, (low, high) in bounds.items() if low < high}:
-        for at, both in tokens_of(tried):
-            low, high = bounds[at]
-            bounds[at] = (low, tried[at]) if _fit(both, length) else (tried[at] + 1, high)
-    for at, both in tokens_of({at: low for at, (low, _) in bounds.items()}):
+    def fitting(tried: Mapping[int, int]) -> set[int]:
+        return {at for at, both in tokens_of(tried) if _fit(both, length)}
+
+    counts = largest({at: len(users) for at, users in places.items()}, fitting)
+    for at, both in tokens_of({at: max(1, count) for at, count in counts.items()}):
         made[at : at + 2] = both
 
 

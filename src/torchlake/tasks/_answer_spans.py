@@ -10,16 +10,22 @@ turn. The renderer (`_rendering.py`) finds the places, in characters, and the wo
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from torchlake.tasks._tool_calls import check_written
+
 Spans = Sequence[Sequence[int]]
 "Places in text: (first character, one past the last)."
 Make = Callable[[Sequence[Mapping[str, Any]], bool], tuple[str, Spans]]
 "Renders messages, with the generation prompt or without, and returns the text and the marks of the template."
+End = tuple[str | None, str]
+"How a turn of the assistant ends, and what follows the last one; see `turn_end`."
 ROWS_AT_ONCE = 1_000
 SAMPLE = "SampleAnswer"
 "An answer that no template changes."
@@ -38,19 +44,35 @@ class Rendered:
     "How many messages of the conversation it has."
 
 
-def turn_end(make: Make, tokens: Sequence[str]) -> str | None:
-    """Return how the template ends an assistant's turn, up to the first of `tokens`; None if with none of them."""
-    try:
-        text, _ = make([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAMPLE}], False)
-    except Exception:  # it may need other messages
-        return None
-    after = text.rpartition(SAMPLE)[2] if SAMPLE in text else ""
-    found = _special(tokens).search(after)
-    return after[: found.end()] if found else None
+def turn_end(make: Make, tokens: Sequence[str]) -> End:
+    """Return how the template ends an assistant's turn, and what it writes after the end of the last one.
+
+    The end is up to the first of `tokens`, and those at once after it that stand before another turn, too; None if
+    there is none of them.
+    """
+    asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAMPLE}
+    after, before_another = "", ""
+    with suppress(Exception):  # it may need other messages
+        after = make([asked, said], False)[0].rpartition(SAMPLE)[2]
+        before_another = make([asked, said, asked], False)[0].rpartition(SAMPLE)[2]
+    special = _special(tokens)
+    found = special.search(after)
+    if found is None:
+        return None, ""
+    stop = found.end()
+    while (more := special.match(after, stop)) and before_another.startswith(after[: more.end()]):
+        stop = more.end()
+    return after[:stop], after[stop:]
 
 
 def answers_in(
-    make: Make, messages: Sequence[Mapping[str, Any]], *, first: int, last: bool, end: str | None, marked: bool
+    make: Make,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    first: int,
+    last: bool,
+    end: End,
+    marked: bool,
 ) -> list[Rendered]:
     """Return the text of a conversation with its answers, or one text for each answer; `last`: of the last one only.
 
@@ -70,14 +92,21 @@ def answers_in(
                 raise
             continue  # the assistant begins, and the template has no prompt for that
         text, own = (whole, marks) if at + 1 == len(messages) else make(messages[: at + 1], False)
-        same = text.startswith(prompt)
-        start = len(prompt) if same else next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
-        if not same:
-            _check_beginning(make, messages[:at], text, start)
+        start, fed = len(prompt), text.startswith(prompt)
+        equal = equal and fed
+        if not fed:
+            start = next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
+            if place := _after_prompt(prompt, text, start, messages[at]):
+                moved = len(prompt) - place
+                own = [(max(len(prompt), begin + moved), stop + moved) for begin, stop in own]
+                start, text, fed = len(prompt), prompt + text[place:], True
+            else:
+                _check_beginning(make, messages[:at], text, start)
+        check_written(at + 1, messages[at], text[start:])
         spans = [each for each in own if each[1] > start] if marked else [(start, _stop(text, start, end))]
         if spans:
-            found.append(Rendered(text, spans, [len(prompt) if same else -1], at + 1))
-            equal = equal and same and whole.startswith(text[: spans[-1][1]])
+            found.append(Rendered(text, spans, [len(prompt) if fed else -1], at + 1))
+            equal = equal and whole.startswith(text[: spans[-1][1]])
     if not found:
         raise ValueError("it has no turn of the assistant to learn")
     if not equal:
@@ -85,6 +114,21 @@ def answers_in(
     spans = [span for each in found for span in each.spans or ()]
     learned = marks if marked and not (first or last) else spans
     return [Rendered(whole, learned, [each.prompts[0] for each in found], len(messages))]
+
+
+def _after_prompt(prompt: str, text: str, start: int, message: Mapping[str, Any]) -> int:
+    """Return where an answer begins in `text`, which differs from its prompt at `start`: after the longest end of the
+    prompt that is there before what the message says, if that is after `start`, else 0.
+
+    Templates that write a system text or tools into the last question give it other words once it is answered.
+    """
+    said = (each.strip() for name, each in message.items() if name != "role" and isinstance(each, str))
+    places = [text.find(each, start) for each in said if each]
+    before = text[: min((each for each in places if each >= 0), default=len(text))]
+    size = bisect_left(range(len(prompt)), True, key=lambda first: prompt[first:] in before)
+    known = prompt[size:]
+    place = before.rfind(known) + len(known)
+    return place if known.strip() and place > start else 0
 
 
 def _check_beginning(make: Make, before: Sequence[Mapping[str, Any]], text: str, start: int) -> None:
@@ -97,10 +141,13 @@ def _check_beginning(make: Make, before: Sequence[Mapping[str, Any]], text: str,
         raise ValueError("the template changes the messages before an answer, once it is there")
 
 
-def _stop(text: str, start: int, end: str | None) -> int:
-    """Return where the turn that begins at `start` ends."""
-    place = -1 if end is None else text.rfind(end, start)
-    return len(text) if end is None or place < 0 else place + len(end)
+def _stop(text: str, start: int, end: End) -> int:
+    """Return where the turn that begins at `start` ends, the last one of the text."""
+    closing, after = end
+    if closing is not None and after and text.endswith(closing + after, start):
+        return len(text) - len(after)
+    place = -1 if closing is None else text.rfind(closing, start)
+    return len(text) if closing is None or place < 0 else place + len(closing)
 
 
 def _special(tokens: Sequence[str]) -> re.Pattern[str]:
@@ -115,13 +162,17 @@ class AnswerEncoder:
     tokenizer: Any
     added: frozenset[int]
     "Tokens before and after which texts are tokenized by themselves."
+    ends: frozenset[int]
+    "Tokens that may end a turn: special ones."
     known: dict[str, list[int]]
     "The tokens of ends of prompts."
 
     @classmethod
     def of(cls, tokenizer: Any) -> "AnswerEncoder":
         """Return the encoder of a tokenizer."""
-        return cls(tokenizer=tokenizer, added=frozenset(tokenizer.added_tokens_decoder), known={})
+        added = tokenizer.added_tokens_decoder
+        ends = {tokenizer.eos_token_id, *(token for token, about in added.items() if about.special)}
+        return cls(tokenizer=tokenizer, added=frozenset(added), ends=frozenset(ends), known={})
 
     def encode(self, made: Sequence[Rendered], *, whole: bool) -> list[tuple[np.ndarray, int]]:
         """Return the tokens (T,) int32 of each text, ~id (below zero) where they are not learned, and its `_merged`.

@@ -87,11 +87,11 @@ def request_of(
 def ended(ids: np.ndarray, encoder: AnswerEncoder, *, turn: bool) -> np.ndarray:
     """Return tokens (T,) up to the last learned one, and the tokenizer's end token unless they end with it.
 
-    `turn`: any token that was added to the tokenizer ends an assistant's turn.
+    `turn`: any special token ends an assistant's turn.
     """
     learned = np.flatnonzero(ids >= 0)
     kept = ids[: learned[-1] + 1] if len(learned) else ids
     end = encoder.tokenizer.eos_token_id
-    if len(kept) and (int(kept[-1]) == end or (turn and int(kept[-1]) in encoder.added)):
+    if len(kept) and int(kept[-1]) in (encoder.ends if turn else {end}):
         return kept
     return np.append(kept, np.int32(end))

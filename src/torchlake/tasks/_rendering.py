@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from torchlake.errors import DataError
 from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
+from torchlake.tasks._tool_calls import CallForm, find_form
 
 CPU_S = 2.0
 "CPU seconds for one conversation; a long one takes a thousandth of this."
@@ -125,9 +126,8 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
     if not tokenizer.chat_template:
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    template_key = json.dumps(
-        [tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map), sorted(special)], default=str
-    )
+    sources = [tokenizer.get_chat_template(tools=tools) for tools in (None, [])]  # with tools it may be another one
+    template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special)], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
     found: list[list[Rendered] | ValueError] = []
     exceeded = 0
@@ -184,7 +184,8 @@ def serve() -> None:
     """Run the renderer: answer requests from standard input until it is closed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    template = _Template(*json.loads(sys.stdin.buffer.readline()))
+    sources, *tokens = json.loads(sys.stdin.buffer.readline())
+    plain, calling = (_Template(source, *tokens) for source in sources)
     with suppress(OSError, ValueError):  # systems without /proc have no such limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES,) * 2)
@@ -195,7 +196,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         answer: dict[str, Any]
         try:
-            texts = template.texts(request)
+            texts = (calling if request.tools else plain).texts(request)
             answer = {"texts": [(each.text, each.spans, each.prompts, each.messages) for each in texts]}
             if sum(len(each.text) for each in texts) > MOST_CHARACTERS:
                 answer = {"limit": f"the template wrote more than {MOST_CHARACTERS:,} characters"}
@@ -217,12 +218,12 @@ class _Template:
         self.render: Any = render_jinja_template
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
-        self.end: tuple[str | None] | None = None
+        self.end: tuple[str | None, str] | None = None
+        self.form: CallForm | None = None
 
     def texts(self, request: Request) -> list[Rendered]:
         """Return what a request wants; see there."""
-        messages = request.messages
-
+        messages: Sequence[Mapping[str, Any]] = request.messages
         unfinished = request.want == "continue"
 
         def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
@@ -237,12 +238,18 @@ class _Template:
             )
             return rendered[0][0], rendered[1][0] if rendered[1] else []
 
+        if any("tool_calls" in message for message in messages):
+            options = {"chat_template": self.source, **self.special, **request.options}
+            self.form = self.form or find_form(
+                lambda some, tools: self.render(conversations=[some], tools=tools, **options)[0][0]
+            )
+            messages = [self.form.written(message) for message in messages]
         if request.want in ("prompt", "continue", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:
-            self.end = (turn_end(make, self.tokens),)
+            self.end = turn_end(make, self.tokens)
         last = request.want == "last"
-        return answers_in(make, messages, first=request.first, last=last, end=self.end[0], marked=self.marked)
+        return answers_in(make, messages, first=request.first, last=last, end=self.end, marked=self.marked)
 
 
 def _running(template_key: str) -> Renderer:

@@ -8,7 +8,7 @@ that the assistant has not written, with its system text kept, and rendered agai
 many messages are kept as fit. A row without a learned token is an error row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,15 +89,16 @@ class _Making:
             for one in long:
                 self.errors[one.row] = f"{TOO_LONG}: {len(one.ids):,} tokens, and model.max_length is {self.length:,}"
                 self.sequences.pop(one.row, None)
-            long = []
-        at_messages = [one for one in long if one.request is not None and self.too_long != "cut_end"]
-        found = dict(enumerate(self._cut_at_messages(at_messages)))
-        shorter = self._rendered({at: each for at, each in found.items() if each is not None})
-        for at, one in enumerate(at_messages):
+            return
+        chats = {at: one.request for at, one in enumerate(long) if one.request and self.too_long != "cut_end"}
+        found = self._cut_before(chats, None)
+        found |= self._cut_before({at: each for at, each in chats.items() if at not in found}, "user")
+        shorter = self._rendered(found)
+        for at, request in chats.items():
             if at in shorter:
-                self._replace(one, shorter[at])
-            elif one.request is not None and one.request.want != "whole":
-                one.cut, one.ids = len(one.ids), one.ids[:0]
+                self._replace(long[at], shorter[at])
+            elif request.want != "whole":
+                long[at].cut, long[at].ids = len(long[at].ids), long[at].ids[:0]
         for one in (one for one in long if len(one.ids) > self.length):
             self._cut_tokens(one)
 
@@ -138,89 +139,69 @@ class _Making:
 
     def _with_end(self, ids: np.ndarray, text: Rendered) -> np.ndarray:
         """Return the tokens with the tokenizer's end token, unless the template ends the last turn with a token."""
-        tail = len(text.text) - len(text.text.rstrip())
-        last = len(ids) - 1
-        while last > 0 and tail and not self.encoder.tokenizer.decode([abs_id(ids[last])]).strip():
+        plain = np.maximum(ids, ~ids)
+        last, blank = len(ids) - 1, text.text != text.text.rstrip()
+        while last > 0 and blank and not self.encoder.tokenizer.decode([plain[last]]).strip():
             last -= 1
-        if len(ids) and abs_id(ids[last]) in self.encoder.added:
+        if len(ids) and int(plain[last]) in self.encoder.ends:
             return ids
         end = self.encoder.tokenizer.eos_token_id
         return np.append(ids, np.int32(end if not len(ids) or ids[-1] >= 0 else ~end))
 
-    def _cut_at_messages(self, long: Sequence[_Sequence]) -> list[Request | None]:
-        """Return the longest conversation that fits for each sequence; None if there is none."""
-        found: list[Request | None] = [None] * len(long)
-        for by_role in (None, "user"):
-            left = [at for at, each in enumerate(found) if each is None]
-            searches = [_Search.of(long[at].request, by_role) for at in left]
-            while asked := {at: one.next for at, one in zip(left, searches, strict=True) if one.next}:
-                tried = {at: one for at, one in zip(left, searches, strict=True) if at in asked}
-                made = self._rendered({at: one.cut(asked[at], "whole") for at, one in tried.items()})
-                for at, search in tried.items():
-                    each = made[at]
-                    search.learn(isinstance(each, list) and len(each[0].ids) <= self.length)
-            for at, search in zip(left, searches, strict=True):
-                if search.good:
-                    found[at] = search.cut(search.good, None)
-        return found
+    def _cut_before(self, long: Mapping[int, Request], role: str | None) -> dict[int, Request]:
+        """Return for each conversation its longest end that fits and begins at one of its `_places`, if there is
+        one."""
+        places = {at: _places(each, role) for at, each in long.items()}
+
+        def cut(at: int, count: int, want: Any) -> Request:
+            return _from(long[at], places[at][-count], want)
+
+        def fitting(tried: Mapping[int, int]) -> set[int]:
+            made = self._rendered({at: cut(at, count, "whole") for at, count in tried.items()})
+            return {at for at, each in made.items() if isinstance(each, list) and len(each[0].ids) <= self.length}
+
+        counts = largest({at: len(each) for at, each in places.items()}, fitting)
+        return {at: cut(at, count, long[at].want) for at, count in counts.items() if count}
 
 
-def abs_id(token: Any) -> int:
-    """Return the id of a token, learned or not."""
-    return int(token if token >= 0 else ~token)
+def largest(counts: Mapping[int, int], fitting: Callable[[Mapping[int, int]], Container[int]]) -> dict[int, int]:
+    """Return for each key the largest number up to its count that fits, 0 if 1 does not.
 
-
-@dataclass(kw_only=True)
-class _Search:
-    """Finds how many of the places where a conversation may begin, counted from its end, leave it within a block.
-
-    The number doubles until one does not fit, then the interval is halved.
+    `fitting` tries a number for each of several keys at once. They double until one does not fit, then the interval is
+    halved.
     """
+    good, bad = dict.fromkeys(counts, 0), {key: count + 1 for key, count in counts.items()}
+    tried = {key: 1 for key, count in counts.items() if count}
+    while tried:
+        fits = fitting(tried)
+        for key, number in tried.items():
+            (good if key in fits else bad)[key] = number
+        middle = {
+            key: min(2 * good[key], counts[key]) if bad[key] > counts[key] else (good[key] + bad[key]) // 2
+            for key in tried
+        }
+        tried = {key: number for key, number in middle.items() if good[key] < number < bad[key]}
+    return good
 
-    request: Request
-    places: list[int]
-    "The messages with which it may begin, after the first."
-    good: int = 0
-    bad: int = 0
-    next: int = 0
 
-    @classmethod
-    def of(cls, request: Request | None, role: str | None) -> "_Search":
-        """Return a search over the messages of that role, or of any except the assistant's."""
-        assert request is not None, "only conversations are cut at messages"
-        messages = request.messages
-        head = len(system_of(messages))
-        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and at >= request.first]
-        last = len(messages) if request.want == "whole" or not answers else answers[-1]
-        places = [
-            at
-            for at in range(head + 1, last)
-            if (messages[at]["role"] == role if role else messages[at]["role"] not in FOLLOWING)
-            and (not request.first or at < request.first)
-        ]
-        return cls(request=request, places=places, bad=len(places) + 1, next=min(1, len(places)))
+def _places(request: Request, role: str | None) -> list[int]:
+    """Return the messages with which a conversation may begin, after the first: those of a role, or of any that does
+    not answer."""
+    messages = request.messages
+    answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and at >= request.first]
+    last = len(messages) if request.want == "whole" or not answers else answers[-1]
+    return [
+        at
+        for at in range(len(system_of(messages)) + 1, min(last, request.first or last))
+        if (messages[at]["role"] == role if role else messages[at]["role"] not in FOLLOWING)
+    ]
 
-    def cut(self, count: int, want: Any) -> Request:
-        """Return the conversation that begins at the place `count` from the end."""
-        messages = self.request.messages
-        head = len(system_of(messages))
-        begin = self.places[len(self.places) - count]
-        return replace(
-            self.request,
-            messages=[*messages[:head], *messages[begin:]],
-            first=max(0, self.request.first - begin + head) if self.request.first else 0,
-            want=want or self.request.want,
-        )
 
-    def learn(self, fits: bool) -> None:
-        """Take in whether the last attempt fits."""
-        if fits:
-            self.good = self.next
-        else:
-            self.bad = self.next
-        unknown = self.bad == len(self.places) + 1
-        middle = min(2 * self.good, len(self.places)) if unknown else (self.good + self.bad) // 2
-        self.next = middle if self.good < middle < self.bad else 0
+def _from(request: Request, begin: int, want: Any) -> Request:
+    """Return a conversation that begins with message `begin`, after its system text."""
+    head = system_of(request.messages)
+    first = max(0, request.first - begin + len(head)) if request.first else 0
+    return replace(request, messages=[*head, *request.messages[begin:]], first=first, want=want)
 
 
 def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, length: int, learn: str) -> Features:

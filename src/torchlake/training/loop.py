@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -32,15 +32,15 @@ from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import STATE, Draft
 from torchlake.config.types import Every
-from torchlake.errors import Interrupted, UsageError
+from torchlake.errors import Interrupted
 from torchlake.loss import find_objective
-from torchlake.optim import averages, schedule
+from torchlake.optim import schedule
 from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
-from torchlake.runs import folder, metrics_log
+from torchlake.runs import metrics_log
 from torchlake.training import saving
 from torchlake.training.model.setup import make_train_state
-from torchlake.training.model.writing import Prompts, choose_prompts, store_texts, write_answers
+from torchlake.training.model.writing import Prompts, choose_prompts
 from torchlake.training.rows import (
     RankSettings,
     Rows,
@@ -51,16 +51,14 @@ from torchlake.training.rows import (
     total_steps,
 )
 from torchlake.training.state import TrainProgress, TrainState
-from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
-from torchlake.training.validation import validate
+from torchlake.training.step import LaunchedStep, largest_batch, read_step, train_step, try_largest
+from torchlake.training.validation import validate_and_save
 
 log = logging.getLogger(__name__)
 
-LOSS = saving.LOSS
 TRIED_ON = {"cuda"}
 "Devices on which the largest micro-batch is tried first; main memory is rarely short, and CPUs are slow."
 
-WriteLine = Callable[[metrics_log.Line], None]
 Show = Callable[[int, metrics_log.Line], None]
 "A function that advances by a number of steps, and shows the metrics line of the step or validation."
 
@@ -112,7 +110,7 @@ def _run(
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
         train_loop(settings, state, progress, training, (validation, prompts), stop_requested, writer)
         writer.finish()
-    metrics = progress.best["metrics"] if progress.best else {LOSS: progress.loss}
+    metrics = progress.best["metrics"] if progress.best else {saving.LOSS: progress.loss}
     card = {
         **({} if settings.job.model.base is None else {"base": settings.job.model.base}),
         "data": str(settings.job.data.train),
@@ -159,7 +157,7 @@ def train_loop(
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
-        _metrics_writer(settings, group, progress) as write_line,
+        saving.metrics_writer(settings, group, progress) as write_line,
         _training_bar(group.rank, progress, total, settings.metric) as show,
     ):
         votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
@@ -170,7 +168,7 @@ def train_loop(
             if line is not None:
                 write_line(line)
                 show(1, line)
-                check_divergence(settings, progress, line["step"])
+                progress.check(line["step"], saving.checkpoints(settings))
 
         while True:
             step = progress.step
@@ -184,7 +182,8 @@ def train_loop(
             if validation is not None and validate_now:
                 outcome = None
                 if not votes.stop:  # else it could take longer than a cluster's grace period
-                    outcome = _validate(settings, state, progress, (validation, prompts), stop_requested, writer)
+                    rows = validation, prompts
+                    outcome = validate_and_save(settings, state, progress, rows, stop_requested, writer)
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
@@ -216,36 +215,6 @@ def train_loop(
 def _validation_line(step: int, outcome: dict[str, float]) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a validation."""
     return {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
-
-
-def _validate(
-    settings: RankSettings,
-    state: TrainState,
-    progress: TrainProgress,
-    validating: tuple[Rows, Prompts | None],
-    stop_requested: Callable[[], bool],
-    writer: CheckpointWriter,
-) -> metrics_log.Line | None:
-    """Validate the model, or the average of its weights, and save it if it is the best so far. None if a stop was
-    requested."""
-    averaged, (rows, prompts) = settings.job.train.ema is not None, validating
-    with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
-        answers_of_rows: list[np.ndarray] = []
-        outcome = validate(state, rows, stop_requested, answers_of_rows)
-        if outcome is not None and prompts is not None:
-            with state.restart_on_out_of_memory(rows, "writing for a validation"):
-                answers = write_answers(state, prompts, stop_requested)
-            outcome = None if answers is None else outcome | answers[0]
-            if answers is not None and state.group.rank == 0:
-                store_texts(Path(settings.run), progress.step, answers[1])
-        if outcome is not None:
-            saving.save_if_best(settings, state, progress, outcome, writer)
-            is_best = progress.best is not None and progress.best["step"] == progress.step
-            if is_best and answers_of_rows and state.group.rank == 0:
-                saving.store_answers(settings, outcome, rows.numbers, answers_of_rows[0])
-            if averaged:
-                writer.hold_updates()  # the exchange back is one
-    return outcome
 
 
 @dataclass
@@ -302,36 +271,6 @@ def _is_due(every: Every, step: int, per_epoch: int) -> bool:
 
 
 @contextmanager
-def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: TrainProgress) -> Iterator[WriteLine]:
-    """Yield a function that appends a line to metrics.jsonl, truncated to `progress` first; a no-op on other ranks."""
-    if group.rank != 0:
-        yield lambda line: None
-        return
-    path = Path(settings.run) / metrics_log.METRICS
-    metrics_log.truncate_metrics(path, progress.step, progress.validated)
-    with metrics_log.metrics_file(path) as file:
-
-        def write(line: metrics_log.Line) -> None:
-            metrics_log.write_line(file, line)
-            if settings.on_step is not None:
-                _call(settings.on_step, line, Path(settings.run))
-
-        yield write
-
-
-def _call(on_step: metrics_log.OnStep, line: metrics_log.Line, run: Path) -> None:
-    """Call the user's function; if it returns True, ask all ranks to stop, by the file `stop`."""
-    try:
-        stop = on_step(dict(line))
-    except Exception as error:
-        raise UsageError(f"on_step raised {type(error).__name__} at step {line['step']:,}: {error}") from error
-    if stop is not None and not isinstance(stop, bool):
-        raise UsageError(f"on_step returned {stop!r}; it returns True to stop the run, else None or False.")
-    if stop:
-        (run / folder.STOP).touch()
-
-
-@contextmanager
 def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
     """Yield a function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
     if rank != 0:
@@ -347,7 +286,7 @@ def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -
                 share = f", {outcome['mfu']:.0%} of the matrix rate" if "mfu" in outcome else ""
                 speed = f"{outcome['tokens_per_s']:,.0f} tokens/s{share}"
             else:
-                name = "validation loss" if metric == LOSS else metric
+                name = "validation loss" if metric == saving.LOSS else metric
                 validated = f"{name} {_short(outcome[metric])}"
             loss = "" if progress.loss is None else f"loss {_short(progress.loss)}"
             best = "" if progress.best is None else f"best at step {progress.best['step']:,}"

@@ -20,12 +20,12 @@ from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, count, shown, wrapped
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine
-from torchlake.errors import ConfigError, DataError, FingerprintError, OutputError, TableError
+from torchlake.errors import DataError, FingerprintError, OutputError, TableError
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.optim import optimizers
 from torchlake.outputs.find import folder_output
 from torchlake.preparation import summary
-from torchlake.preparation.checks import check_metric, check_tables, check_writing, unknown_metric
+from torchlake.preparation.checks import check_metric, check_tables, choose_metric
 from torchlake.preparation.findings import Finding
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
@@ -204,20 +204,6 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         engine.materialize(frame, str(temporary))
         temporary.rename(path)
-
-
-def choose_metric(job: Job, spec: TaskSpec) -> str:
-    """Return the metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
-    task = plugins.load("tasks", spec.task)
-    wanted, writing = job.train.metric, job.train.validate_writing
-    check_metric(job)
-    check_writing(job, spec)
-    if wanted is None:
-        return str(task.default_metric.get(spec.problem, "loss"))
-    choices = ["loss", *task.metric_names(spec), *([] if writing is None else [writing.metric])]
-    if wanted not in choices:
-        raise ConfigError(unknown_metric(wanted, spec.problem, choices))
-    return wanted
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:

@@ -22,7 +22,8 @@ from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
-from torchlake.errors import LeaseLost
+from torchlake.distributed import Group
+from torchlake.errors import LeaseLost, UsageError
 from torchlake.evaluation import held_out
 from torchlake.metrics import lower_is_better
 from torchlake.models.adapters import quantized
@@ -30,6 +31,7 @@ from torchlake.models.adapters.base import write_base
 from torchlake.models.adapters.merging import merged
 from torchlake.models.folders import ADAPTER, base_folder
 from torchlake.optim import averages
+from torchlake.runs import folder as run_folder
 from torchlake.runs import metrics_log
 from torchlake.storage import lease
 from torchlake.training.model import lora
@@ -88,6 +90,38 @@ def save_if_best(
     draft = format.best_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state))
     background = settings.job.train.checkpoint_in_background
     writer.begin(draft, {format.MODEL: state.model_shard()}, background=background, metrics=outcome)
+
+
+@contextmanager
+def metrics_writer(
+    settings: RankSettings, group: Group, progress: TrainProgress
+) -> Iterator[Callable[[metrics_log.Line], None]]:
+    """Yield a function that appends a line to metrics.jsonl, truncated to `progress` first; a no-op on other ranks."""
+    if group.rank != 0:
+        yield lambda line: None
+        return
+    path = Path(settings.run) / metrics_log.METRICS
+    metrics_log.truncate_metrics(path, progress.step, progress.validated)
+    with metrics_log.metrics_file(path) as file:
+
+        def write(line: metrics_log.Line) -> None:
+            metrics_log.write_line(file, line)
+            if settings.on_step is not None:
+                _call(settings.on_step, line, Path(settings.run))
+
+        yield write
+
+
+def _call(on_step: metrics_log.OnStep, line: metrics_log.Line, run: Path) -> None:
+    """Call the user's function; if it returns True, ask all ranks to stop, by the file `stop`."""
+    try:
+        stop = on_step(dict(line))
+    except Exception as error:
+        raise UsageError(f"on_step raised {type(error).__name__} at step {line['step']:,}: {error}") from error
+    if stop is not None and not isinstance(stop, bool):
+        raise UsageError(f"on_step returned {stop!r}; it returns True to stop the run, else None or False.")
+    if stop:
+        (run / run_folder.STOP).touch()
 
 
 def store_answers(settings: RankSettings, outcome: metrics_log.Line, numbers: np.ndarray, answers: np.ndarray) -> None:

@@ -5,11 +5,11 @@ both.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,19 +23,21 @@ from torchlake.checkpoints.shards import Pieces
 from torchlake.data import batching, bins, packing, pairs
 from torchlake.data.features import take
 from torchlake.distributed import Group, to_device
-from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
+from torchlake.errors import Diverged, OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.load import TaskSpec
-from torchlake.optim.noise import EmbeddingNoise, Text, texts_of
+from torchlake.optim.noise import EmbeddingNoise
 from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
-from torchlake.tasks import NO_TARGET
 from torchlake.training.model import kernels
+from torchlake.training.model.batches import MASK, BatchMaker
 from torchlake.training.rows import Rows
 
 log = logging.getLogger(__name__)
 
-MASK = "attention_mask"
+MAX_NON_FINITE_STEPS = 3
+LOSS_SCALE_GROWTH_INTERVAL = 2_000
+"Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
 
 
 @dataclass(kw_only=True)
@@ -60,6 +62,32 @@ class TrainProgress:
     "Steps in a row with finite gradients at this loss scale."
     seconds: float = 0.0
     "Seconds in the training loop, over all restarts."
+
+    def record(self, step: int, loss: float, norm: float, *, scaled: bool) -> None:
+        """Take in the outcome of a step; `scaled`: its loss was scaled up for fp16.
+
+        Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.non_finite, self.loss = 0, loss
+            self.calm += 1
+            if self.calm % LOSS_SCALE_GROWTH_INTERVAL == 0:
+                self.loss_scale *= 2
+        elif scaled and math.isfinite(loss):
+            self.loss_scale, self.calm = self.loss_scale / 2, 0
+            log.info("step %d is not applied: gradients overflow at a loss scale above %g", step, self.loss_scale)
+        else:
+            self.non_finite += 1
+            log.warning("step %d is not applied: loss %s, gradient norm %s", step, loss, norm)
+
+    def check(self, step: int, checkpoints: Any) -> None:
+        """Raise Diverged if none of the last steps had a finite gradient; `checkpoints` is where others are."""
+        if self.non_finite == MAX_NON_FINITE_STEPS:
+            raise Diverged(
+                f"step {step:,}: the loss or its gradient was not finite in {MAX_NON_FINITE_STEPS} steps in a row, "
+                f"each on other rows. The weights from before are in {checkpoints}. Lower train.learning_rate, "
+                "lengthen train.warmup, or use train.precision=fp32, in a new run folder."
+            )
 
 
 @dataclass(kw_only=True)
@@ -91,23 +119,14 @@ class TrainState:
     "The same limit, lowered after memory ran out."
     limit_file: Path
     "The file that stores the lowered limit, so that a restarted run uses it at once."
-    filler: dict[str, np.ndarray]
-    "The batch of one row that ranks without rows process."
+    batches: BatchMaker
     speed: Speed
     batch_size: int
     "Rows of one optimizer step over all ranks."
-    collating: ThreadPoolExecutor | None = None
-    "The threads that make batches ahead."
-    collated: dict[Any, Future[Any]] = field(default_factory=dict)
-    "The batches that these threads make, by their rows."
     data_seconds: float = 0.0
     "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
     "Class weights and label smoothing of the loss."
-    isolates: bool
-    "Whether attention stays within rows whose position ids restart; else the rows of a block are unpacked."
-    one_line: bool
-    "Whether packed blocks are joined to one line, in which flash attention finds restarting positions."
     chunked: bool
     "Whether the model computes the loss in chunks, and returns it in place of the logits."
     noise: EmbeddingNoise | None = None
@@ -143,54 +162,21 @@ class TrainState:
         loss: torch.Tensor = self.task.checked_loss(outputs, wanted, self.spec, self.objective)
         return loss
 
-    def targets_of(self, rows: Rows, positions: np.ndarray) -> np.ndarray | None:
-        """Return the targets of the rows at `positions` (B,); None without labels."""
-        labels = rows.table.targets
-        if labels is None:
-            return None
-        targets: np.ndarray = self.task.collate_targets(labels, rows.numbers[positions], self.spec)
-        return targets
-
     def _answer(self, rows: Rows, positions: np.ndarray) -> tuple[Any, np.ndarray | None, dict[str, np.ndarray]]:
         """Return what the model returns for some rows, their targets and their batch."""
         began = time.perf_counter()
-        batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
+        batch, targets, packed = self.batches.ready(rows, rows.numbers[positions])
         self.data_seconds += time.perf_counter() - began
         self.task.before_forward(len(positions))
         if self.noise is not None:
-            self.noise.texts = self._texts(rows, positions)
+            self.noise.texts = self.batches.texts_of(rows, positions)
         return self._compute(batch, packed=packed), targets, batch
-
-    def _texts(self, rows: Rows, positions: np.ndarray) -> list[Text]:
-        """Return the texts of a micro-batch of blocks, for their noise; `positions` (B,) are those of the blocks in the
-        batch of the step."""
-        tokens, numbers = rows.table.tokens, rows.numbers[positions]
-        if isinstance(tokens, bins.Bins):
-            starts, lengths = tokens.positions_of(numbers), tokens.lengths_of(numbers)
-            texts = texts_of(starts, lengths, positions, unpacked=not self.isolates)
-        else:
-            assert isinstance(tokens, packing.Blocks), "rows are packed"
-            lengths = tokens.lengths_of(numbers)
-            starts = np.tile(np.arange(lengths.max(initial=0)), (len(lengths), 1))
-            texts = texts_of(starts, lengths, positions, unpacked=False)
-        joined = self.one_line and self.isolates and isinstance(tokens, bins.Bins)
-        width = int(lengths.max(initial=0))
-        return [(0, line * width + first, length, key) for line, first, length, key in texts] if joined else texts
 
     def collate_ahead(self, steps: Sequence[Rows]) -> None:
         """Begin to make the micro-batches of the next steps in threads, if that takes long for the task."""
-        if not self.task.collates_ahead:
-            return
-        if self.collating is None:
-            self.collating = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="collate")
-        # Which micro-batches these are may change (memory runs out). Then the key finds no batch, and it is made in
-        # place.
-        wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
-        self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
-
-    def _ready_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
-        ready = self.collated.pop(_key(rows, numbers), None)
-        return self._batch(rows, numbers) if ready is None else ready.result()
+        if self.task.collates_ahead:
+            shares = ((rows, positions) for rows in steps for positions in self.micro_batches(rows)[0])
+            self.batches.begin([(rows, rows.numbers[positions]) for rows, positions in shares])
 
     def _compute(self, batch: Mapping[str, np.ndarray], *, packed: bool) -> Any:
         """Return what the model returns for a batch."""
@@ -209,64 +195,6 @@ class TrainState:
             kernels.masks_known(packed=packed),
         ):
             return self.module(**inputs, **self.task.forward_options)
-
-    def _batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
-        """Return the model's inputs for rows of a table, their targets, and whether the inputs are packed rows."""
-        if not len(numbers):
-            return self.filler, None, False
-        if self.task.packs:
-            return self._packed_batch(rows, numbers)
-        if self.task.pairs:
-            return self._paired_batch(rows, numbers)
-        table = rows.table
-        batch = self.task.checked_batch(table.arrays, numbers, self.processor, self.spec, seed=rows.seed)
-        labels = table.targets
-        return batch, None if labels is None else self.task.collate_targets(labels, numbers, self.spec), False
-
-    def _packed_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
-        tokens, pad_id = rows.table.tokens, self.processor.pad_token_id
-        assert isinstance(tokens, packing.Blocks | bins.Bins), "rows are packed"
-        whole = tokens if isinstance(tokens, bins.Bins) else None
-        if whole is not None and not self.isolates:
-            ids, mask = whole.unpacked(numbers, pad_id)
-        else:
-            ids, mask = tokens.padded(numbers, pad_id)
-        seen = mask
-        options: dict[str, np.ndarray] = {}
-        if whole is not None and self.isolates:
-            # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            options["position_ids"] = whole.positions_of(numbers)
-            seen = np.ones_like(mask)
-            if self.one_line:
-                ids, mask, seen = ids.reshape(1, -1), mask.reshape(1, -1), seen.reshape(1, -1)
-                options["position_ids"] = options["position_ids"].reshape(1, -1)
-        targets = self.task.targets(ids, mask)
-        batch = {"input_ids": packing.input_ids_of(ids), MASK: seen, **options}
-        if self.chunked:  # found here, where it does not make the host wait for the device
-            places = np.flatnonzero(targets != NO_TARGET)
-            batch |= {"places": places, "targets": targets.ravel()[places]}
-        return batch, targets, bool(options)
-
-    def _paired_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
-        arrays, with_prompts = rows.table.arrays, self.spec.preference["loss"] == "orpo"
-        made = pairs.pair_batch(self._lines(rows, numbers), self.processor.pad_token_id, with_prompts=with_prompts)
-        batch = {"input_ids": made.ids, MASK: made.mask}
-        if self.isolates:
-            batch |= {"position_ids": made.positions, MASK: np.ones_like(made.mask)}
-            batch = {name: array.reshape(1, -1) for name, array in batch.items()} if self.one_line else batch
-        targets: np.ndarray = self.task.pair_targets(arrays, rows.numbers, numbers, self.spec)
-        layout = (made.places, made.targets, made.slots, made.columns, targets)
-        batch |= dict(zip(self.task.kept_back, layout, strict=True))
-        batch |= {"places": made.places, "targets": made.targets} if self.chunked else {}
-        return batch, targets, self.isolates
-
-    def _lines(self, rows: Rows, numbers: np.ndarray) -> bins.Bins:
-        """Return the lines of the pairs `numbers` (B,)."""
-        arrays = rows.table.arrays
-        some = take(arrays["input_ids"], numbers)
-        assert isinstance(some, batching.Ragged), "answers have tokens"
-        answers = pairs.answers_of(some, np.asarray(arrays["split"])[numbers])
-        return pairs.lines_of(answers, self.spec.max_length, isolates=self.isolates)
 
     def num_targets(self, rows: Rows) -> float:
         """Return the divisor of the loss summed over the rows of all ranks: their targets, or the sum of their
@@ -350,7 +278,7 @@ class TrainState:
         gain little from large products, so there it is cut further to save padding.
         """
         lengths = rows.lengths
-        if self.task.pairs and not self.isolates:  # each answer has a line of its own, as long as the longest
+        if self.task.pairs and not self.batches.isolates:  # each answer has a line of its own, as long as the longest
             split = np.asarray(rows.table.others["split"])[rows.numbers]
             lengths = 2 * np.maximum(split, lengths - split)
         shares = batching.micro_batches(
@@ -361,13 +289,8 @@ class TrainState:
             save_padding=self.group.device.type == "cpu" and self.task.couples(self.spec),
         )
         if self.task.pairs:
-            every = (positions for share in shares for positions in share if len(positions))
-            padded = sum(pairs.padded_tokens(self._lines(rows, rows.numbers[positions])) for positions in every)
+            every = (rows.numbers[positions] for share in shares for positions in share if len(positions))
+            padded = sum(pairs.padded_tokens(self.batches.lines_of(rows, numbers)) for numbers in every)
         else:
             padded = sum(batching.padded_tokens(lengths, share) for share in shares)
         return shares[self.group.data_rank], padded
-
-
-def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:
-    """Return a key that identifies the batch of these rows."""
-    return id(rows.table), rows.seed, numbers.tobytes()

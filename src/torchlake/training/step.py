@@ -9,7 +9,6 @@ Cost: what the numbers lead to (a stop, a warning, the end after non-finite step
 scale of a step depends on the outcome of the one before, so with fp16 each step is read before the next.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from torchlake import distributed
 from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching
 from torchlake.distributed import Reading
-from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint
 from torchlake.optim import averages
 from torchlake.optim.optimizers import set_learning_rate
@@ -31,15 +29,8 @@ from torchlake.optim.precision import step_seed
 from torchlake.optim.schedule import learning_rate
 from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
-from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, pack_rows
 from torchlake.training.state import TrainProgress, TrainState
-
-log = logging.getLogger(__name__)
-
-MAX_NON_FINITE_STEPS = 3
-LOSS_SCALE_GROWTH_INTERVAL = 2_000
-"Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
 
 Mark = float | torch.cuda.Event
 "A point in time, of the device if it is a GPU."
@@ -178,7 +169,7 @@ def read_step(
         loss_sum, *votes, norm = launched.numbers.wait()
     waited = time.perf_counter() - began
     loss = loss_sum / launched.targets
-    record_outcome(progress, line["step"], loss, norm, scaled=launched.scaled)
+    progress.record(line["step"], loss, norm, scaled=launched.scaled)
     seconds = _between(launched.began, launched.ended)
     share = speed.share(launched.operations, seconds, group.world_size)
     measured = {
@@ -284,7 +275,7 @@ def _coupled_loss(
     if state.group.counts:
         whole[torch.from_numpy(np.concatenate(share)).to(whole.device)] = torch.cat(outputs)
     whole = distributed.sum_on_device(state.group, whole, "gathering the batch's outputs").requires_grad_()
-    loss = state.loss_of(whole, state.targets_of(rows, np.arange(len(rows.numbers))))
+    loss = state.loss_of(whole, state.batches.targets_of(rows, rows.numbers))
     (gradient,) = torch.autograd.grad(loss, whole)
     # Every rank computes the whole loss, and the caller sums over ranks: without the division it counts once per rank.
     return loss.detach() / state.group.data_ranks, gradient
@@ -298,31 +289,3 @@ def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, fact
     _, loss, _ = state.forward(rows, positions)
     state.strategy.backward(state.module, loss * factor)
     return loss.detach()
-
-
-def record_outcome(progress: TrainProgress, step: int, loss: float, norm: float, *, scaled: bool) -> None:
-    """Update `progress` with the outcome of a step; `scaled`: its loss was scaled up for fp16.
-
-    Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
-    """
-    if math.isfinite(loss) and math.isfinite(norm):
-        progress.non_finite, progress.loss = 0, loss
-        progress.calm += 1
-        if progress.calm % LOSS_SCALE_GROWTH_INTERVAL == 0:
-            progress.loss_scale *= 2
-    elif scaled and math.isfinite(loss):
-        progress.loss_scale, progress.calm = progress.loss_scale / 2, 0
-        log.info("step %d is not applied: gradients overflow at a loss scale above %g", step, progress.loss_scale)
-    else:
-        progress.non_finite += 1
-        log.warning("step %d is not applied: loss %s, gradient norm %s", step, loss, norm)
-
-
-def check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:
-    """Raise Diverged if none of the last steps had a finite gradient."""
-    if progress.non_finite == MAX_NON_FINITE_STEPS:
-        raise Diverged(
-            f"step {step:,}: the loss or its gradient was not finite in {MAX_NON_FINITE_STEPS} steps in a row, "
-            f"each on other rows. The weights from before are in {saving.checkpoints(settings)}. Lower "
-            "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
-        )

@@ -1,18 +1,23 @@
 """A validation: the loss and the metrics of the model as it is, each row once over all ranks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from torchlake import distributed
+from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.data.features import joined_outputs
 from torchlake.distributed import Group
 from torchlake.failpoints import failpoint
+from torchlake.optim import averages
 from torchlake.runs import metrics_log
-from torchlake.training.rows import Rows
-from torchlake.training.saving import LOSS
-from torchlake.training.state import TrainState
+from torchlake.training import saving
+from torchlake.training.model.writing import Prompts, store_texts, write_answers
+from torchlake.training.rows import RankSettings, Rows
+from torchlake.training.state import TrainProgress, TrainState
 
 Pieces = list[tuple[np.ndarray, np.ndarray]]
 "Outputs of this rank's batches: positions (B,) in the rows, and what the task keeps of them, (B, ...)."
@@ -28,7 +33,7 @@ def validate(
 
     When memory runs out, it starts again with smaller micro-batches.
     """
-    group, task, targets = state.group, state.task, rows.table.targets
+    group, task = state.group, state.task
     doing = "validating"
     while True:
         pieces: Pieces = []
@@ -50,15 +55,44 @@ def validate(
     else:
         (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
     mean = loss_sum / state.num_targets(rows)
-    found: metrics_log.Line = {LOSS: mean, **task.loss_metrics(mean)}
+    found: metrics_log.Line = {saving.LOSS: mean, **task.loss_metrics(mean)}
     if outputs is None:
         return found
     answers = task.answers(outputs, state.spec)
     if kept is not None:
         kept.append(answers)
-    wanted = None if targets is None else task.collate_targets(targets, rows.numbers, state.spec)
-    found |= task.metrics(answers, wanted, state.spec)
+    found |= task.metrics(answers, state.batches.targets_of(rows, rows.numbers), state.spec)
     return found
+
+
+def validate_and_save(
+    settings: RankSettings,
+    state: TrainState,
+    progress: TrainProgress,
+    validating: tuple[Rows, Prompts | None],
+    stop_requested: Callable[[], bool],
+    writer: CheckpointWriter,
+) -> metrics_log.Line | None:
+    """Validate the model, or the average of its weights, and save it if it is the best so far. None if a stop was
+    requested."""
+    averaged, (rows, prompts) = settings.job.train.ema is not None, validating
+    with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
+        answers_of_rows: list[np.ndarray] = []
+        outcome = validate(state, rows, stop_requested, answers_of_rows)
+        if outcome is not None and prompts is not None:
+            with state.restart_on_out_of_memory(rows, "writing for a validation"):
+                answers = write_answers(state, prompts, stop_requested)
+            outcome = None if answers is None else outcome | answers[0]
+            if answers is not None and state.group.rank == 0:
+                store_texts(Path(settings.run), progress.step, answers[1])
+        if outcome is not None:
+            saving.save_if_best(settings, state, progress, outcome, writer)
+            is_best = progress.best is not None and progress.best["step"] == progress.step
+            if is_best and answers_of_rows and state.group.rank == 0:
+                saving.store_answers(settings, outcome, rows.numbers, answers_of_rows[0])
+            if averaged:
+                writer.hold_updates()  # the exchange back is one
+    return outcome
 
 
 def _validation_pass(
@@ -90,7 +124,7 @@ def _coupled_loss(state: TrainState, rows: Rows, outputs: np.ndarray) -> float:
         positions = np.arange(first, min(first + state.batch_size, len(outputs)))
         with torch.no_grad():
             piece = torch.from_numpy(outputs[positions]).to(state.group.device)
-            total += state.loss_of(piece, state.targets_of(rows, positions)).item()
+            total += state.loss_of(piece, state.batches.targets_of(rows, rows.numbers[positions])).item()
     return total
 
 

@@ -27,7 +27,7 @@ from torchlake.errors import ConfigError, Diverged, FingerprintError, RankFailed
 from torchlake.failpoints import failpoint
 from torchlake.metrics import lower_is_better
 from torchlake.models.folders import base_folder
-from torchlake.preparation.checks import check_metric, check_tables
+from torchlake.preparation.checks import check_metric, check_tables, choose_metric
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import (
@@ -50,7 +50,7 @@ from torchlake.storage.versions import version_of
 from torchlake.tables.chunks import content_ids
 from torchlake.tables.record import local_output
 from torchlake.tables.table import Table, open_table
-from torchlake.training.run import choose_metric, job_engine, named_engine
+from torchlake.training.run import job_engine, named_engine
 from torchlake.training.train import train
 from torchlake.tuning.search_space import Range, Space, read_space
 from torchlake.tuning.study import (

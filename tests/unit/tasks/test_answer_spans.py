@@ -344,3 +344,85 @@ def test_half_a_surrogate_pair_and_text_in_brackets() -> None:
     said = [made.decode([token for token in row if token >= 0]) for row in np.split(rows.values, rows.offsets[1:-1])]
     assert "[1, 2]" in said[1]
     assert "role" not in said[2]
+
+
+TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
+PLAIN = "{{ m.content }}<|im_end|>\n"
+CALLING = {
+    "an object as JSON": "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}",
+    "the items of an object": "{% for c in m.tool_calls %}{{ c.function.name }}"
+    '{{ "{" }}{% for k, v in c.function.arguments.items() %}"{{ k }}": "{{ v }}"{% endfor %}{{ "}" }}{% endfor %}',
+    "text, without content": "{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("calling", CALLING)
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'])
+def test_calls_get_the_form_that_a_template_writes(calling: str, arguments: Any) -> None:
+    """OpenAI's arguments are JSON text, those of transformers' templates objects, and those of DeepSeek's text."""
+    made = tokenizer("chatml", marked=False)
+    made.chat_template = (
+        f"{{% for m in messages %}}{TURN}{{% if m.tool_calls %}}{CALLING[calling]}<|im_end|>\n"
+        f"{{% else %}}{PLAIN}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat += [{"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}]
+    written = [made.decode(answer) for _, answer in answers(sequences(rows_of(made, chat)))]
+    assert written == ['f{"city": "Rome"}<|im_end|>', "c<|im_end|>"]
+
+
+def test_calls_that_a_template_leaves_out_are_not_learned_as_silence() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I look", "tool_calls": CALLS}]
+    found = rows_of(tokenizer("llama3", marked=False), chat).errors
+    assert found == {0: "bad_chat: message 2 calls 'f', and the template does not write tool calls"}
+
+
+def test_an_answer_follows_what_predict_feeds_if_the_template_moves_the_system_text() -> None:
+    """Mistral 0.3 writes it into the last message, which is an answer's question only while it has no answer."""
+    made = tokenizer("mistral", marked=False)
+    made.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == "
+        "'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+        " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    rows = rows_of(made, conversation("good ?", "yes", "a film", "no", system=True))
+    assert rows.arrays["merged"].tolist() == [0]  # type: ignore[union-attr]
+    shown = [(made.decode(before), made.decode(answer)) for before, answer in answers(sequences(rows))]
+    assert shown == [
+        ("<s>[INST] be good\n\ngood ?[/INST]", " yes</s>"),
+        ("<s>[INST] good ?[/INST] yes</s>[INST] be good\n\na film[/INST]", " no</s>"),
+    ]
+
+
+def test_the_end_of_a_turn_has_several_tokens_or_none() -> None:
+    """Command A ends with two; GLM with none, so that the end token follows, also after the mark of a call."""
+    made = tokenizer("chatml", marked=False)
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}END{% endfor %}"
+    turn += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    made.add_tokens(["</tool_call>"])
+    for end, content, learned in (
+        ("<|endoftext|><|im_end|>", "b", "b<|endoftext|><|im_end|>"),
+        ("", "b </tool_call>", "b </tool_call><|im_end|>"),
+    ):
+        made.chat_template = turn.replace("END", end)
+        chat = conversation("a", content)
+        assert made.decode(answers(sequences(rows_of(made, chat)))[0][1]) == learned
+        assert made.decode([one for one in completion_ids(made, chat[:1], chat[1:]) if one >= 0]) == learned
+
+
+def test_a_row_with_tools_has_the_template_for_them() -> None:
+    made = tokenizer("chatml", marked=False)
+    made.chat_template = {"default": made.chat_template, "tool_use": "tools " + made.chat_template}
+    rows = whole_rows(
+        made,
+        {"text": pa.array([json.dumps(conversation("a", "b"))] * 2), "tools": pa.array([TOOLS, None])},
+        RowOptions(chat=True),
+        64,
+        "answers",
+    )
+    first, second = (made.decode([max(one, ~one) for one in sequences(rows, row)[0]]) for row in range(2))
+    assert first == f"tools {second}"

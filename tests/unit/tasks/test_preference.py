@@ -153,7 +153,7 @@ def test_what_both_texts_begin_with_is_the_prompt(tokenizer: Any, start: str, en
 def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     rows = [("a", "good", "good"), ("a", " ", "bad"), ("a", "good", None), (None, "good", "bad"), ("a", "good", "bad")]
     table = pa.table(dict(zip(("text", "chosen", "rejected"), zip(*rows, strict=True), strict=True)))
-    from torchlake.preparation.prepare import make_examples
+    from torchlake.preparation.row_checks import make_examples
 
     made = make_examples(TASK, tokenizer, table, {}, spec(), bad_rows="drop")
     assert made.errors == {0: "no_preference", 1: "null_input", 2: "null_input", 3: "null_input"}

@@ -23,8 +23,8 @@ from torchlake.models import load
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.precision import step_seed
 from torchlake.optim.schedule import learning_rate
+from torchlake.preparation.checks import choose_metric
 from torchlake.training.model.strategy import choose_strategy
-from torchlake.training.run import choose_metric
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ from torchlake.runs.speed import measure
 from torchlake.tasks import Task
 from torchlake.tasks._batch_norm import SharedBatchNorm
 from torchlake.training.model import kernels, lora
+from torchlake.training.model.batches import BatchMaker
 from torchlake.training.model.traits import Traits, find_traits, stores_all
 from torchlake.training.rows import RankSettings, Rows
 from torchlake.training.state import TrainProgress, TrainState
@@ -102,9 +103,15 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
         limit_file=limit_file,
-        filler=dict(probes.batches(task, made, processor, spec)[0]),
-        isolates=shared.isolates,
-        one_line=job.model.attention == "flash",
+        batches=BatchMaker(
+            task=task,
+            spec=spec,
+            processor=processor,
+            filler=dict(probes.batches(task, made, processor, spec)[0]),
+            isolates=shared.isolates,
+            one_line=job.model.attention == "flash",
+            chunked=shared.after_head is not None,
+        ),
         chunked=shared.after_head is not None,
         noise=None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed),
         equal_lengths=shared.equal_lengths,
