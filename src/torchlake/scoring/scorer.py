@@ -176,7 +176,7 @@ class Scorer:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         if self.writer is not None:
             with closing(Attempts([] if attempt is None else [attempt], self.settings.samples)) as attempts:
-                started = self.start(work, 0, attempts.suspects["score"])
+                started = self.start(work, 0, attempts.suspects)
                 waiting = [started.prompts]
                 for row, result in self.write(
                     lambda: waiting.pop() if waiting else [], None if attempt is None else attempts

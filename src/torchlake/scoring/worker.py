@@ -34,7 +34,7 @@ from torchlake.outputs.parts import Part
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, within
 from torchlake.scoring.runtime_choice import foreign_python
 from torchlake.scoring.scorer import ScoredRows, Scorer, prepare_runtime, worker_memory
-from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.tables.arrays import from_numpy, from_strings, without_dictionaries
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import SAMPLE, Chunk
@@ -128,7 +128,7 @@ def _written(scorer: Scorer, group: Sequence[Ready[Rows]], more: More[Rows]) -> 
             return []
         first = attempts.join([one.attempt for one in some])
         writing.enter(first, [(one.name, one.read[1]) for one in some])
-        part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects["score"], writing)
+        part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects, writing)
         started.append((some, part))
         return part.prompts
 
@@ -173,8 +173,11 @@ def _reported(scorer: Scorer, one: Ready[Rows], columns: pa.Table, before: Mappi
     )
 
 
-def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
-    """Load the model; the returned worker adds the prediction columns to any Arrow table."""
+def make_table_worker(settings: ScoringSettings, *, plain: bool = False) -> Callable[[pa.Table], pa.Table]:
+    """Load the model; the returned worker adds the prediction columns to any Arrow table.
+
+    `plain`: with strings in place of dictionaries.
+    """
     scorer = Scorer(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
@@ -182,8 +185,9 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
         predictions = folded(scorer.score(scorer.read(rows, unreadable)), settings)
         if len(predictions) > len(table):
             table = table.take(from_numpy(np.arange(len(table)).repeat(settings.samples)))
-        for name in predictions.column_names:
-            table = table.append_column(predictions.schema.field(name), predictions[name])
+        for column in predictions.schema:
+            kind = without_dictionaries(column.type) if plain else column.type
+            table = table.append_column(column.with_type(kind), predictions[column.name].cast(kind))
         return table
 
     return worker

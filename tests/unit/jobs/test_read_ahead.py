@@ -136,3 +136,24 @@ def test_the_logs_of_chunks_in_one_batch_name_their_own_rows(tmp_path: Path) -> 
     assert counted.rows() == 5
     for one in attempts:
         one.close()
+
+
+def test_a_chunk_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    attempts = [Attempt(tmp_path, number, ROWS, 60.0) for number in range(3)]
+    for one in attempts:
+        one.suspects["score"] = {1}
+    together = Attempts(attempts[:2], times=2)
+    assert together.suspects == {2, 3, 8, 9}
+    together.leave(0)
+    assert together.suspects == {8, 9}
+    assert together.join(attempts[2:]) == 12
+    together.now([6, 12, 17])
+    assert [json.loads(one.path.read_text().split("\n")[-2]) for one in attempts[1:]] == [
+        ["score", [0], 0],
+        ["score", [0, 2], 0],
+    ]
+    together.leave(6)
+    together.leave(12)
+    assert together.suspects == set()
+    for one in attempts:
+        one.close()
