@@ -22,7 +22,7 @@ from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
 from torchlake.scoring.options import added_columns, check_options, checked_input, scoring_settings, with_export
 from torchlake.scoring.rows import ScoringSettings
-from torchlake.scoring.worker import make_table_worker
+from torchlake.scoring.workers.tables import make_table_worker
 from torchlake.tables.sources.frames import to_arrow
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torchlake.scoring.options import (
     with_table,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings
-from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
+from torchlake.scoring.workers.tables import make_reading_worker, make_table_worker, make_token_worker, stage_types
 from torchlake.tables.arrays import without_dictionaries
 from torchlake.tables.chunks import FIRST_ROWS
 from torchlake.tables.failures import check_error_rate

@@ -45,7 +45,8 @@ from torchlake.scoring.runtime_choice import (
     requested,
 )
 from torchlake.scoring.scorer import device
-from torchlake.scoring.worker import make_preparing_worker, make_versions_worker, output_schema
+from torchlake.scoring.workers.output import output_schema
+from torchlake.scoring.workers.tables import make_preparing_worker, make_versions_worker
 from torchlake.tables.chunks import RowCost
 from torchlake.tables.plan import SAMPLE
 from torchlake.tasks import EXTRA, PROMPT, TEXT

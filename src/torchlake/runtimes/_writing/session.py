@@ -182,7 +182,7 @@ class RefillingWriter:
             else:
                 self._beginnings.remove(row)
             if last is not row:
-                self._slots.move(last.slot, row.slot, last.filled)
+                self._slots.copy([last.slot], row.slot, last.filled)
                 last.slot = row.slot
                 self._running[row.slot] = last
         return done

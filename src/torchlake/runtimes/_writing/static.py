@@ -175,13 +175,18 @@ class StaticWriter:
             output_scores=own.logprobs is not None,
         )
         finite = _Finite(len(rows), own.num_beams, rows[0].ends[0])
+
+        def advance(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            report([])
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
         with self._without_gradients():
             sent = {name: torch.from_numpy(each).to(self._model.device) for name, each in self._inputs(rows).items()}
             found = self._model.generate(
                 **sent,
                 generation_config=config,
                 logits_processor=[finite],
-                stopping_criteria=[_Advancing(report)],
+                stopping_criteria=[advance],
                 synced_gpus=self._together,
             )
             before = 1 if self._apart else sent["input_ids"].shape[1]
@@ -310,14 +315,3 @@ class _Finite(LogitsProcessor):
             scores[nan] = -torch.inf
             scores[nan, self._end] = 0.0
         return scores
-
-
-class _Advancing(StoppingCriteria):
-    """Reports after each token of the beams that they advance."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.Tensor:
-        self._report([])
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
