@@ -260,8 +260,8 @@ class DemoFlags:
     folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
     rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
     task: Annotated[
-        Literal["reviews", "chat"],
-        _demo("NAME", "Demo: reviews are classified; in chat a model learns to answer (default: reviews)."),
+        Literal["reviews", "chat", "write"],
+        _demo("NAME", "Reviews are classified; in chat a model learns to answer, in write it does (default: reviews)."),
     ]
 
 

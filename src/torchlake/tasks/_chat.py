@@ -247,7 +247,7 @@ def chat_requests(
 def render_chats(tokenizer: Any, requests: Mapping[int, Request], rows: int) -> tuple[pa.Array, dict[int, str]]:
     """Return the texts of conversations by row, null for those of `rows` that are not among them, and {row: reason}
     for errors."""
-    errors, texts = dict[int, str](), [None] * rows
+    errors, texts = dict[int, str](), list[str | None]([None] * rows)
     for row, each in zip(requests, render(tokenizer, [*requests.values()]), strict=True):
         if isinstance(each, ValueError):
             errors[row] = row_error(each)
