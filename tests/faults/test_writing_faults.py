@@ -119,8 +119,8 @@ def test_twenty_kills_at_random_times(job: dict[str, Any], tmp_path: Path) -> No
 def writing_workers(output: Path) -> list[int]:
     """The processes with several rows in their writer; one whose only row may be what killed another would be proof."""
     found = set()
-    for log in staging_of(output).glob("**/*.json"):
-        with suppress(OSError, ValueError, KeyError):  # removed, or not written to its end
+    for log in (staging_of(output) / "journal").glob("*.json"):
+        with suppress(OSError, LookupError):  # removed, or not written to its end
             lines = log.read_text().split("\n")[:-1]
             last = json.loads(lines[-1])
             if last and last[0] == "score" and len(last[1]) > 1:

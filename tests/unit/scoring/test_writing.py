@@ -146,7 +146,6 @@ class OneRow:
     """A chunk of a row, which is in a writer."""
 
     tokens: Sequence[int] = ()
-    count: int = 1
     rows: Any = field(default_factory=lambda: np.zeros(1, np.int64))
     features: Features = field(
         default_factory=lambda: Features(
@@ -166,7 +165,7 @@ def test_a_text_that_is_written_again_is_kept_whole(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(writing, "PIECE_S", -1.0)
     attempt, row = Attempt(tmp_path / "log", 0, 1, 60.0), OneRow()
     one = writing.Writing(str(tmp_path / "rows"), Attempts([attempt]), logprobs=False)
-    one.enter(0, [("part-0", row)])
+    one.enter(0, "part-0", row.rows, row.features)
     marks = dict(enumerate(writing.marks(row.features)))
     written = [(1, 2), (1, 2, 3), (1,), (1, 2), (1, 4), (1, 4, 3, 5)]
     for tokens, kept in zip(written, [*written[:2], written[1], written[1], *written[4:]], strict=True):

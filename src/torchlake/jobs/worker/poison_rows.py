@@ -68,6 +68,7 @@ class Attempt:
         self.lost_reads = 0
         self._step: Step = "score"
         self._latest = self._beaten = 0.0
+        process = this_process()
         try:
             folder.mkdir(exist_ok=True)
             # Listed before this attempt has a log, so that it does not wait for itself, nor for attempts that begin
@@ -86,7 +87,10 @@ class Attempt:
                     "suspects": {step: sorted(rows) for step, rows in self.suspects.items()},
                     "quarantined": self.quarantined,
                     "lost_reads": self.lost_reads,
-                    **_self(),
+                    # By these a later attempt finds out whether this process still runs.
+                    "machine": process.machine,
+                    "pid": process.pid,
+                    "started": process.created,
                 }
             )
             # The log gets its name only now that its first line is written. A log without that line does not tell its
@@ -409,12 +413,6 @@ def _reason(step: Step, trace: Path) -> str:
     hung = trace.exists() and trace.stat().st_size > 0
     reason = "timeout: gave no answer, twice" if hung else "killed_process: twice"
     return f"{reason}, while it was tokenized" if step == "tokenize" else reason
-
-
-def _self() -> dict[str, Any]:
-    """Return the data by which a later attempt finds out whether this process still runs."""
-    process = this_process()
-    return {"machine": process.machine, "pid": process.pid, "started": process.created}
 
 
 def _is_running(attempt: Path) -> bool | None:

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,22 +26,6 @@ from torchlake.runtimes import EMPTY, Ended, Text, Writer
 PIECE_S = 10.0
 NOTE_S = 1.0
 "Seconds between two notes of progress."
-
-
-class WrittenRows(Protocol):
-    """The rows of a chunk that are written."""
-
-    @property
-    def count(self) -> int:
-        """The number of rows of the chunk."""
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The numbers of the rows that are written, (N,) int64."""
-
-    @property
-    def features(self) -> Features:
-        """Their inputs."""
 
 
 class Writing:
@@ -65,16 +49,17 @@ class Writing:
         "What this attempt has kept of rows that have not ended."
         self._saved = self._noted = time.monotonic()
 
-    def enter(self, first: int, chunks: Sequence[tuple[str, WrittenRows]]) -> None:
-        """Take chunks with the names of their parts, and what their journals know; `first` is their first row."""
-        for name, one in chunks:
-            journal = Journal(self._location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
-            self._journals[first] = journal
-            known = {first + row: _text(answer, self._logprobs) for row, answer in journal.known.items()}
-            self.known |= known
-            self.begun |= {first + row: _text(answer, self._logprobs) for row, answer in journal.begun.items()}
-            self._attempts.count(sorted(known))
-            first += one.count
+    def enter(self, first: int, name: str, rows: np.ndarray, features: Features) -> None:
+        """Take a chunk with the name of its part, and what its journal knows.
+
+        `first` is its first row, `rows` (N,) are those that are written, as the chunk numbers them, with their inputs.
+        """
+        journal = Journal(self._location, name, dict(zip(rows.tolist(), marks(features), strict=True)))
+        self._journals[first] = journal
+        known = {first + row: _text(answer, self._logprobs) for row, answer in journal.known.items()}
+        self.known |= known
+        self.begun |= {first + row: _text(answer, self._logprobs) for row, answer in journal.begun.items()}
+        self._attempts.count(sorted(known))
 
     def leave(self, first: int) -> None:
         """Remove the journal of the chunk with this first row: its part is written."""

@@ -31,7 +31,6 @@ from torchlake.jobs.worker.poison_rows import Attempt, Attempts, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
 from torchlake.jobs.worker.texts import Prompt
 from torchlake.jobs.worker.writing import Writing
-from torchlake.outputs.parts import Part
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.rows import ReadyRows, ScoringSettings, within
@@ -100,12 +99,14 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     score = partial(_scored if settings.generation is None or not workspace.rows else _written, scorer)
 
-    # The part is complete, but the process that wrote it died before its report; the counts are lost.
-    def lost(part: Part) -> ScoredChunk:
-        return ScoredChunk(part=part)
-
-    most = settings.chunks_ahead
-    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost, most=most)
+    return reading_ahead(
+        workspace,
+        settings.row_timeout_s,
+        read=read,
+        write=score,
+        lost=lambda part: ScoredChunk(part=part),  # its process died before its report; the counts are lost
+        most=settings.chunks_ahead,
+    )
 
 
 def _scored(scorer: Scorer, group: Sequence[Ready[Rows]], more: More[Rows]) -> Results:
@@ -129,8 +130,10 @@ def _written(scorer: Scorer, group: Sequence[Ready[Rows]], more: More[Rows]) -> 
         some = waiting.pop() if waiting else more()
         if not some:
             return []
-        first = attempts.join([one.attempt for one in some])
-        writing.enter(first, [(one.name, one.read[1]) for one in some])
+        place = first = attempts.join([one.attempt for one in some])
+        for one in some:
+            writing.enter(place, one.name, one.read[1].rows, one.read[1].features)
+            place += one.read[1].count
         part = scorer.start(joined([one.read[1] for one in some]), first, attempts.suspects, writing)
         started.append((some, part))
         return part.prompts
