@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import families
 from sweeps import sweep
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
-from torchlake.models.generation import END, NON_FINITE, GenerationOptions
-from torchlake.runtimes import Ended, Text, Writer
+from torchlake.models.generation import END, NON_FINITE, GenerationOptions, generation_options
+from torchlake.models.load import load_spec
+from torchlake.runtimes import Ended, Text, Writer, eager
 from torchlake.runtimes._writing.prefix import Beginnings, leader
 from torchlake.runtimes._writing.row import Row
 from torchlake.runtimes._writing.session import RefillingWriter, session_of
@@ -155,6 +156,18 @@ def test_beams_have_the_texts_that_they_have_alone(tmp_path: Path) -> None:
     longest = max(map(len, expected.values()))
     assert longest < reports.count(0), "each step"
     assert max(reports) < len(rows) / 2, "rows of one limit"
+
+
+def test_choices_are_reported_one_by_one(tiny_gpt2: Path) -> None:
+    """Rows of many choices take long: each that is computed is an advance."""
+    options = generation_options("text_generation", writes=True, choices=["good", "bad", "unsure"])
+    assert options is not None
+    writer = eager.open_writer(tiny_gpt2, load_spec(tiny_gpt2), device="cpu", options=options)
+    for row in range(2):
+        writer.add(row, np.arange(5, 8 + row), options)
+    reports: list[tuple[int, int]] = []
+    writer.step(lambda ended: reports.append((len(ended), len(writer.rows))))
+    assert reports == [(0, 2)] * 3 + [(2, 0)]
 
 
 def test_more_prompts_that_raise_are_no_fault_of_a_row(tmp_path: Path) -> None:
