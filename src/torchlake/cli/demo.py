@@ -57,15 +57,9 @@ TEMPLATE = (
 "The chat template of the small model."
 LEARNING = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
 "How it is trained."
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "speaker": {"enum": sorted({speaker for speaker, _ in LINES})},
-        "words": {"type": "integer", "minimum": 1, "maximum": 30},
-    },
-    "required": ["speaker", "words"],
-    "additionalProperties": False,
-}
+FIELDS = {"speaker": {"enum": sorted({speaker for speaker, _ in LINES})}, "words": {"type": "integer", "minimum": 1}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
+"Its answers as JSON."
 
 
 def write_reviews(folder: str | Path, rows: int = 2400, seed: int = 0) -> tuple[Path, Path]:

@@ -158,7 +158,11 @@ class Scorer:
         # it was.
         for row in alone:
             self._run(part, row[None], attempt)
-        for prepared in self._prepared(work, self._batches(work, free)):
+        # A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
+        # already, and are halved when they fail.
+        sizes = {"batch_tokens": self.batch_tokens, "max_rows": MAX_BATCH_ROWS}
+        batches = [free[one] for one in length_batches(work.features.lengths[free], **sizes)]
+        for prepared in self._prepared(work, batches):
             self._run(part, prepared.rows, attempt, prepared)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
@@ -247,7 +251,8 @@ class Scorer:
         done = np.isin(work.rows[ready], list(known))
         suspected = np.isin(work.rows[ready], list(suspects)) & ~done
         ready = np.concatenate([ready[done], ready[suspected], ready[~done & ~suspected]])
-        first = ready if self._samples or work.options else first_equal(work.features, ready)
+        samples = self.settings.generation is not None and self.settings.generation.temperature > 0
+        first = ready if samples or work.options else first_equal(work.features, ready)
         chosen, split = ready[first == ready], np.cumsum([done.sum(), suspected.sum()])
         old, alone, free = (chosen[np.isin(chosen, some)] for some in np.split(ready, split))
         part.texts |= {row: known[row] for row in work.rows[old].tolist()}
@@ -257,15 +262,6 @@ class Scorer:
         self.distinct += len(alone) + len(free)
         self.tokens += int(work.features.lengths[[*alone, *free]].sum())
         return part, alone, free
-
-    def _batches(self, work: ReadyRows, rows: np.ndarray) -> list[np.ndarray]:
-        """Return batches of rows.
-
-        A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
-        already, and are halved when they fail.
-        """
-        cuts = length_batches(work.features.lengths[rows], batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
-        return [rows[one] for one in cuts]
 
     def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
         """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
@@ -292,11 +288,6 @@ class Scorer:
     def _collate(self, work: ReadyRows, batch: np.ndarray) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
         return inputs
-
-    @property
-    def _samples(self) -> bool:
-        """Whether answers are sampled."""
-        return self.settings.generation is not None and self.settings.generation.temperature > 0
 
     def _run(
         self,

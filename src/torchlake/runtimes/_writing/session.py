@@ -80,8 +80,10 @@ class RefillingWriter:
                 return
             with torch.inference_mode():
                 done = self._admit()
-                for row in self._running:
-                    self._fill_known(row)
+                for row in self._running:  # the tokens that it got without a pass, but for the last one
+                    if len(row) - row.filled > 1:
+                        self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
+                        row.filled = len(row) - 1
                 if self._running:
                     for row, token in zip(self._running, choose(self.scores(), self._running).tolist(), strict=True):
                         row.take(token)
@@ -136,12 +138,6 @@ class RefillingWriter:
             row.slot, row.filled = len(self._running), len(row) - 1
             self._running.append(row)
             self._beginnings.add(row)
-
-    def _fill_known(self, row: Row) -> None:
-        """Fill in the tokens that a row got without a pass, but for the last one, whose scores are wanted."""
-        if len(row) - row.filled > 1:
-            self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
-            row.filled = len(row) - 1
 
     def _fill(self, slot: int, tokens: Sequence[np.ndarray], offset: int) -> None:
         """Compute keys and values of tokens in the slots from `slot`, which have `offset` tokens already."""

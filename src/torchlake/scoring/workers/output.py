@@ -129,14 +129,9 @@ def _logprobs(text: Text) -> np.ndarray | None:
 
 def non_finite_rows(rows: np.ndarray, out: np.ndarray) -> dict[int, str]:
     """Return the errors of rows, because NaN among the scores would spread to every mean that is computed from them."""
-    return {int(row): "non_finite: the model gave NaN or infinity" for row in rows[_non_finite(out)]}
-
-
-def _non_finite(out: np.ndarray) -> np.ndarray:
-    """Return the rows for which the model returned NaN or infinity, (B,) bool."""
-    if np.issubdtype(out.dtype, np.integer):
-        return np.asarray((out.reshape(len(out), -1) == NON_FINITE).any(axis=1))
-    return np.asarray(~np.isfinite(out.reshape(len(out), -1)).all(axis=1))
+    flat = out.reshape(len(out), -1)
+    bad = (flat == NON_FINITE if np.issubdtype(out.dtype, np.integer) else ~np.isfinite(flat)).any(axis=1)
+    return dict.fromkeys(rows[bad].tolist(), "non_finite: the model gave NaN or infinity")
 
 
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
