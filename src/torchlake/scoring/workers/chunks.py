@@ -58,15 +58,11 @@ class ScoredChunk(WrittenChunk):
     rows: int = 0
     "The number of rows that could be scored."
     distinct: int = 0
-    "The number of rows that were computed: equal rows once."
     tokens: int = 0
-    "The tokens of these rows, without padding."
     padded_tokens: int = 0
-    "The tokens of these rows, with padding."
     seconds: float = 0.0
-    "Seconds in forward passes."
     waited: float = 0.0
-    "Seconds in which the model waited for the inputs of a batch."
+    "These are the counts of `Scorer`; of chunks that share batches, the first has them."
     runtime: str = ""
     "The runtime that ran; empty for a part of an earlier attempt."
     startup: Mapping[str, float] = field(default_factory=dict)
@@ -77,7 +73,7 @@ Rows = tuple[pa.Table, ReadyRows]
 "A chunk's table, and its rows made ready."
 Results = Generator[tuple[Ready[Rows], ScoredChunk], None, None]
 COUNTED = ("distinct", "tokens", "padded_tokens", "written", "seconds", "waited")
-"The counts of a scorer over all its chunks; a report has those of one chunk."
+"The counts of a scorer, over all its chunks."
 
 
 def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
@@ -174,7 +170,6 @@ def _reported(scorer: Scorer, one: Ready[Rows], columns: pa.Table, before: Mappi
         runtime=scorer.runtime,
         startup=scorer.startup,
         examples=examples_of(one.chunk, output["error"]),
-        # The scorer counts over its lifetime, but a report covers one chunk; of chunks that share batches, the first.
         **{name: now[name] - before[name] for name in COUNTED},
     )
 
