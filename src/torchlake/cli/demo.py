@@ -57,7 +57,8 @@ TEMPLATE = (
 "The chat template of the small model."
 LEARNING = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
 "How it is trained."
-FIELDS = {"speaker": {"enum": sorted({speaker for speaker, _ in LINES})}, "words": {"type": "integer", "minimum": 1}}
+COUNT = {"type": "integer", "minimum": 1, "maximum": 30}
+FIELDS = {"speaker": {"enum": sorted({speaker for speaker, _ in LINES})}, "words": COUNT}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
 "Its answers as JSON."
 
