@@ -68,7 +68,6 @@ class Attempt:
         self.lost_reads = 0
         self._step: Step = "score"
         self._latest = self._beaten = 0.0
-        process = this_process()
         try:
             folder.mkdir(exist_ok=True)
             # Listed before this attempt has a log, so that it does not wait for itself, nor for attempts that begin
@@ -82,6 +81,7 @@ class Attempt:
             dead = list(self._dead(others))
             for path in dead:
                 self._learn(path)
+            process = this_process()
             self._note(
                 {
                     "suspects": {step: sorted(rows) for step, rows in self.suspects.items()},
