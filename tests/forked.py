@@ -47,7 +47,7 @@ PRELOADED = (
     "torchlake.training.loop",
     "torchlake.training.train",
     "torchlake.scoring.predict",
-    "torchlake.scoring.worker",
+    "torchlake.scoring.workers.chunks",
     "torchlake.evaluation.evaluate",
     "torchlake.runtimes.varlen",
     "torchlake.runtimes.eager",

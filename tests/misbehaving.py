@@ -118,13 +118,13 @@ def log_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: Genera
 
 
 def slow_texts(folder: Path, spec: load.TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
-    """`eager`, but every token of a batch takes a tenth of a second."""
+    """`eager`, but every token of a batch takes $STEP_S seconds, a tenth by default."""
     writer: Any = eager.open_writer(folder, spec, device=device, options=options)
     step = writer.step
 
     def slow(report: Report) -> None:
         def late(ended: Sequence[Ended]) -> None:
-            time.sleep(0.1)
+            time.sleep(float(os.environ.get("STEP_S", "0.1")))
             report(ended)
 
         step(late)

@@ -1,10 +1,16 @@
 """Writing texts under faults: workers and whole jobs are killed between the end of a text and the commit."""
 
+import json
+import os
 import random
+import signal
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -108,6 +114,43 @@ def test_twenty_kills_at_random_times(job: dict[str, Any], tmp_path: Path) -> No
             process.kill()
         process.communicate()
     assert succeed(job, tmp_path / "out", SCORED_LOG=str(tmp_path / "log")) == whole
+
+
+def writing_workers(output: Path) -> list[int]:
+    """The processes with several rows in their writer; one whose only row may be what killed another would be proof."""
+    found = set()
+    for log in (staging_of(output) / "journal").glob("*.json"):
+        with suppress(OSError, LookupError):  # removed, or not written to its end
+            lines = log.read_text().split("\n")[:-1]
+            last = json.loads(lines[-1])
+            if last and last[0] == "score" and len(last[1]) > 1:
+                found.add(json.loads(lines[0])["pid"])
+    return [pid for pid in found if psutil.pid_exists(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("engine", "kills"), [("local", 7), ("spark", 7), ("ray", 6)])
+def test_workers_are_killed_at_random_times(job: dict[str, Any], tmp_path: Path, engine: str, kills: int) -> None:
+    """Twenty times over the engines: each of hundreds of prompts has one row, as without a kill."""
+    pq.write_table(tiny.reviews(300), tmp_path / "in.parquet")
+    job |= {"max_new_tokens": 20, "batch_tokens": 400}
+    whole = succeed(job, tmp_path / "whole", SCORED_LOG=str(tmp_path / "log"))
+    slow = {**job, "runtime": "slow_texts", "engine": engine, "processes": 2, "output": tmp_path / "out"}
+    chance, done = random.Random(kills), 0
+    while done < kills:
+        assert not (tmp_path / "out").exists(), f"the job has ended after {done} kills"
+        process = scoring_runs.start_predict(slow, STEP_S="0.02")
+        try:
+            while done < kills and process.poll() is None:
+                time.sleep(chance.uniform(0.0, 0.5))  # the time of the kill, not a wait for it
+                for pid in writing_workers(tmp_path / "out")[:1]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        done += 1
+        finally:
+            process.communicate()
+    assert succeed(slow, tmp_path / "out", STEP_S="0.0") == whole
 
 
 @pytest.mark.slow

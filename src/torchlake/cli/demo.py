@@ -11,9 +11,14 @@ ask for.
 """
 
 import json
+import logging
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from torchlake.errors import OutputError
+
+log = logging.getLogger(__name__)
 
 NOISE = 0.03
 TEST_SHARE = 1 / 6
@@ -48,6 +55,12 @@ TEMPLATE = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 "The chat template of the small model."
+LEARNING = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
+"How it is trained."
+COUNT = {"type": "integer", "minimum": 1, "maximum": 30}
+FIELDS = {"speaker": {"enum": sorted({speaker for speaker, _ in LINES})}, "words": COUNT}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
+"Its answers as JSON."
 
 
 def write_reviews(folder: str | Path, rows: int = 2400, seed: int = 0) -> tuple[Path, Path]:
@@ -220,3 +233,57 @@ def build_small_model(folder: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def teach(folder: Path, rows: int) -> tuple[dict[str, str], Path, Path]:
+    """Train the small model on questions and answers; return their tables, the untrained model and the trained one."""
+    from torchlake.config.job import load_job
+    from torchlake.training.train import train
+
+    tables = {name: str(path) for name, path in write_questions(folder / "tables", rows).items()}
+    base = build_small_model(folder / "untrained")
+    log.info("%s generated questions in %s; training a model of 4 layers on them, from scratch", f"{rows:,}", folder)
+    job = load_job(
+        None,
+        data={"train": tables["train"], "text": "messages", "learn": "assistant", "validation": {"fraction": 0.05}},
+        model={"base": str(base), "task": "text_generation", "max_length": 96},
+        train={"epochs": 16, "learning_rate": 2e-3, **LEARNING},
+    )
+    return tables, base, train(job, run=folder / "answers").model
+
+
+def answer_questions(folder: Path, rows: int) -> dict[str, Any]:
+    """Have the trained model answer 8/10 of `rows` questions: free, by a job that is killed with the first answers and
+    continued, and as JSON; return what was found."""
+    from torchlake.outputs.staging.folders import ROWS, staging_of
+    from torchlake.scoring.predict import predict
+    from torchlake.tables.verification.verify import verify
+
+    _, _, model = teach(folder, rows)
+    questions = write_questions(folder / "questions", 8 * rows)["test"]
+    command = [sys.executable, "-m", "torchlake", "predict", str(model), str(questions), str(folder / "free")]
+    command += ["--text", "messages", "--chat", "--key", "id", "--max-new-tokens", "24"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        kept = staging_of(folder / "free") / ROWS
+        while job.poll() is None and not any(one.stat().st_size for one in kept.glob("*")):
+            time.sleep(0.02)
+        job.kill()
+
+    def answers(name: str, **options: Any) -> Any:
+        given: Any = {"text": "messages", "chat": True, "key": "id", "max_new_tokens": 24, **options}
+        return predict(model, questions, folder / name, **given)
+
+    done = [answers("free")]
+    if find_spec("llguidance"):
+        done.append(answers("typed", max_new_tokens=32, json_schema=SCHEMA, json_columns=True))
+    rates = {}
+    for runtime in ["eager", *(name for name in ("ctranslate2",) if find_spec(name))]:
+        done.append(timed := answers(runtime, runtime=runtime))
+        tokens = sum(pq.read_table(timed.path, columns=["generated_tokens"])["generated_tokens"].to_pylist())
+        rates[runtime] = tokens / timed.record["provenance"]["forward_seconds"]
+    return {
+        "rows": done[0].rows_out,
+        "tokens_per_s": rates,
+        "problems": [problem for one in done for problem in verify(one.path).problems],
+        "paths": {"model": model, "questions": questions} | {Path(one.path).name: one.path for one in done},
+    }

@@ -25,7 +25,7 @@ from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.options.table import added_columns, checked_input
 from torchlake.scoring.rows import ScoringSettings
-from torchlake.scoring.worker import make_table_worker
+from torchlake.scoring.workers.tables import make_table_worker
 from torchlake.tables.sources.frames import to_arrow
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ the prompt again), so texts are not sampled.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -25,7 +25,7 @@ from torchlake.errors import UsageError
 from torchlake.models.config import load_config
 from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
-from torchlake.runtimes import EMPTY, Report, Text, _ctranslate2_export, _exported
+from torchlake.runtimes import EMPTY, Forward, LogProbs, Report, Text, Writer, _ctranslate2_export, _exported
 from torchlake.runtimes._writing.row import Row
 
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
@@ -44,6 +44,31 @@ def cannot_write(options: GenerationOptions) -> str | None:
     if not other:
         return None
     return f"it takes the most likely token, and does not compute {', '.join(other)}; 'eager' does"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The functions of the runtime `name`, whose weights are of `kind` ("float32", "int8")."""
+
+    name: str
+    kind: str
+
+    def prepare(self, folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Convert the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
+        `models.load_model`."""
+        _ctranslate2_export.prepare(folder, spec, self.name, self.kind)
+
+    def load(self, folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+        """Load the export for the scores of texts. Raises UsageError on a GPU, and without one of these weights."""
+        return Converted(folder, spec, self.name, self.kind, device).scores
+
+    def load_log_probs(self, folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
+        """Load the export for the log-probabilities of answers. Raises the errors of `load`."""
+        return Converted(folder, spec, self.name, self.kind, device).log_probs
+
+    def open_writer(self, folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
+        """Load the export for text generation. Raises the errors of `load`."""
+        return ConvertedWriter(Converted(folder, spec, self.name, self.kind, device), options)
 
 
 class Converted:

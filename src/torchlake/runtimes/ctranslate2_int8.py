@@ -4,41 +4,15 @@ Each row of a weight has a scale, and so has each token of an input while it is 
 `eager` where two tokens are almost equally likely: `optimize` measures it on your prompts.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
-
-from torchlake.config.task_spec import TaskSpec
-from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Forward, LogProbs, Writer, _ctranslate2, _ctranslate2_export
+from torchlake.runtimes import _ctranslate2, _ctranslate2_export
 
 TOLERANCE = 0.06
 CALIBRATED = False
 tasks: tuple[str, ...] | None = _ctranslate2_export.TASKS
 never: dict[str, str] = {}
 TOKEN_TYPES = False
-NAME, KIND = "ctranslate2_int8", "int8"
 refusal = _ctranslate2_export.refusal
 cannot_write = _ctranslate2.cannot_write
-
-
-def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Convert the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
-    `models.load_model`."""
-    _ctranslate2_export.prepare(folder, spec, NAME, KIND)
-
-
-def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the export for the scores of texts. Raises UsageError on a GPU, and without an export of these weights."""
-    return _ctranslate2.Converted(folder, spec, NAME, KIND, device).scores
-
-
-def load_log_probs(folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
-    """Load the export for the log-probabilities of answers. Raises the errors of `load`."""
-    return _ctranslate2.Converted(folder, spec, NAME, KIND, device).log_probs
-
-
-def open_writer(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Writer:
-    """Load the export for text generation. Raises the errors of `load`."""
-    return _ctranslate2.ConvertedWriter(_ctranslate2.Converted(folder, spec, NAME, KIND, device), options)
+_conversion = _ctranslate2.Conversion(name="ctranslate2_int8", kind="int8")
+prepare, load, load_log_probs = _conversion.prepare, _conversion.load, _conversion.load_log_probs
+open_writer = _conversion.open_writer

@@ -26,7 +26,8 @@ from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.options.table import added_columns, checked_input, refuse_collisions, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings
-from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
+from torchlake.scoring.workers.tables import make_reading_worker, make_table_worker, make_token_worker, stage_types
+from torchlake.tables.arrays import without_dictionaries
 from torchlake.tables.chunks import FIRST_ROWS
 from torchlake.tables.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
@@ -72,9 +73,10 @@ def map_frame(frame: Any, schema: pa.Schema | None, settings: ScoringSettings, s
     new = [column.name for column in added]
     refuse_collisions([*schema.names, *new], new)
     settings = with_export(settings, engine)
-    return engine.map_frame(
-        frame, carried(spec.task, partial(make_table_worker, settings)), pa.schema([*schema, *added])
-    )
+    if first is None:  # Spark has no dictionaries, and the blocks of Ray would each have their own
+        added = [column.with_type(without_dictionaries(column.type)) for column in added]
+    worker = partial(make_table_worker, settings, plain=first is None)
+    return engine.map_frame(frame, carried(spec.task, worker), pa.schema([*schema, *added]))
 
 
 def spark_udf(

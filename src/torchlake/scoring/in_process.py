@@ -1,25 +1,18 @@
-"""Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
+"""Scoring in the calling process: `load`, which returns a model as a function of texts.
 
 Callers in threads and coroutines share batches (`serving/batching.py`): each tokenizes its own rows, and one thread
 computes those of all.
-
-A new process imports torch and torchlake again, which takes a second; for a few rows that is most of the time. The
-price of scoring here is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a
-file in the staging folder while it runs; if the next run finds it, the process died, and child processes score the
-table.
 """
 
 import asyncio
 import copy
 import logging
-import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,38 +25,23 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments, refuse_unknown
 from torchlake.config.options import GenerationArguments, PredictOptions
-from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Features
 from torchlake.display import Shown, shown
-from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.jobs.table_job import workspace_of
-from torchlake.outputs.transaction import Transaction
-from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options.given import PROMPTS
 from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.options.table import checked_input
 from torchlake.scoring.rows import ReadyRows, RowReader, Runtime, ScoringSettings
-from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, folded, joined, make_chunk_worker
+from torchlake.scoring.scorer import Scorer
+from torchlake.scoring.values import table_of
+from torchlake.scoring.workers.output import folded, joined
 from torchlake.serving.batching import CLOSED, Batcher, Call, Part
-from torchlake.tables.arrays import from_strings
-from torchlake.tables.plan import Chunk, chunk_label
-from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
-from torchlake.tasks import ANY
+from torchlake.tables.sources.frames import Frame, is_frame, to_arrow
 
 log = logging.getLogger(__name__)
-
-MARKER = "in_process"
-SMALL_ROWS = 100
-"Above this number of rows, child processes take no longer, and isolate crashes."
-ROUNDS, ROWS_AHEAD = 2, 512
-MOST_AHEAD = 64
-"Chunks that are read ahead at most: each holds four open files."
-CLUSTER_PROCESSES = 16
-"The processes of a cluster that were not given, for the number of chunks that are read ahead only."
 
 Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 "A string, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
@@ -141,9 +119,7 @@ class Model:
         """
         if isinstance(texts, str):
             return self([texts])[0]
-        scored = self.score(*self.to_table(texts)).table
-        answers: list[Answer] = folded(scored, self._settings).to_pylist()
-        return answers
+        return self._answers(self.score(*self.to_table(texts)))
 
     @overload
     async def acall(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]
@@ -153,8 +129,10 @@ class Model:
         """Return what a call returns, without blocking the event loop; a call that is cancelled is not computed."""
         if isinstance(texts, str):
             return (await self.acall([texts]))[0]
-        scored = (await self.ascore(*self.to_table(texts))).table
-        answers: list[Answer] = folded(scored, self._settings).to_pylist()
+        return self._answers(await self.ascore(*self.to_table(texts)))
+
+    def _answers(self, scored: Answered) -> list[Answer]:
+        answers: list[Answer] = folded(scored.table, self._settings).to_pylist()
         return answers
 
     def embed(self, texts: Iterable[Text] | Frame | Mapping[str, Iterable[Any]]) -> np.ndarray:
@@ -180,7 +158,7 @@ class Model:
 
         Raises UsageError and TableError.
         """
-        table, unreadable = (to_arrow(texts), {}) if is_frame(texts) else self._to_table(_rows(texts))
+        table, unreadable = (to_arrow(texts), {}) if is_frame(texts) else table_of(texts, self.spec)
         checked_input(self._settings, self.spec, table.schema, "the frame" if is_frame(texts) else "the rows")
         return table.select(list(self.spec.input_columns)), unreadable
 
@@ -288,48 +266,6 @@ class Model:
         closed = ", closed" if self._scorer is None else ""
         folder = self._settings.model.removeprefix(f"{os.getcwd()}{os.sep}")
         return f"{self.spec.task}{classes}, {self.runtime}{closed} -> {folder}", []
-
-    @property
-    def _reads_text(self) -> bool:
-        """Whether its only column holds texts, not images or lists of words."""
-        return ANY not in plugins.load("tasks", self.spec.task).inputs.values()
-
-    def _to_table(self, rows: Sequence[Any]) -> tuple[pa.Table, dict[int, str]]:
-        """Return rows as a table, and errors of invalid ones. Raises UsageError for rows of another form."""
-        names = self.spec.input_columns
-        if rows and all(isinstance(row, Mapping) for row in rows):
-            missing = next(((at, name) for at, row in enumerate(rows) for name in names if name not in row), None)
-            if missing is not None:
-                raise UsageError(f"Row {missing[0]} has no {missing[1]!r}; this model reads {', '.join(names)}.")
-            columns = {name: self._to_array([_or_none(row[name]) for row in rows]) for name in names}
-            errors = {row: reason for _, bad in columns.values() for row, reason in bad.items()}
-            return pa.table({name: array for name, (array, _) in columns.items()}), errors
-        if len(names) != 1:
-            raise UsageError(f"This model reads several columns: pass mappings with the keys {', '.join(names)}.")
-        column, errors = (self._to_column if self._reads_text else self._to_array)(rows)
-        return pa.table({names[0]: column}), errors
-
-    def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
-        """Return values of one column as an array, texts like `_to_column`."""
-        if all(value is None or isinstance(value, str) for value in values):
-            return self._to_column(values)
-        try:
-            return pa.array(values), {}
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise UsageError(f"The values of a column are not of one type: {error}") from error
-
-    def _to_column(self, texts: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
-        """Return texts as an array, and errors of invalid ones. Raises UsageError for other types."""
-        wrong = next((row for row, text in enumerate(texts) if not (text is None or isinstance(text, str))), None)
-        if wrong is None:
-            bad = {row: "bad_utf8" for row, text in enumerate(texts) if text is not None and not _is_unicode(text)}
-            return from_strings([None if row in bad else text for row, text in enumerate(texts)]), bad
-        if self.spec.problem in GENERATIVE and all(text is None or _is_conversation(text) for text in texts):
-            plain = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-            keys = {name for text in texts if text is not None for message in text for name in message}
-            return pa.array(texts, plain if keys <= {"role", "content"} else None), {}
-        takes = "strings, or conversations" if self.spec.problem in GENERATIVE else "strings"
-        raise UsageError(f"Text {wrong} is a {type(texts[wrong]).__name__}; this model takes a list of {takes}.")
 
     def __enter__(self) -> Self:
         return self
@@ -442,138 +378,3 @@ def load(
         **given,
     )
     return Model(with_export(settings, Local()))
-
-
-def start_chunks(
-    out: Transaction,
-    items: Sequence[tuple[Chunk, str]],
-    settings: ScoringSettings,
-    spec: TaskSpec,
-    engine: Engine | None,
-    threads: int | None,
-) -> Generator[ScoredChunk, None, None]:
-    """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    settings = replace(settings, workspace=workspace_of(out), chunks_ahead=_chunks_ahead(settings, engine, items))
-    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, settings))
-    rows = sum(chunk.rows for chunk, _ in items)
-    if engine is None and _is_small(settings, spec, rows, out.staging):
-        return _run_here(make_worker, items, out.staging)
-    devices = settings.gpus_per_process
-    return (engine or Local()).run_chunks(
-        make_worker,
-        items,
-        resources=Resources(
-            gpus=None,
-            devices=devices,
-            memory=worker_memory(settings.model, devices),
-            threads=max(threads or 1, devices),
-        ),
-        name=f"predict {out.title}",
-        label=chunk_label,
-    )
-
-
-def _chunks_ahead(settings: ScoringSettings, engine: Engine | None, items: Sequence[tuple[Chunk, str]]) -> int:
-    """Return how many chunks a process reads ahead: of slow rows several, so that chunks of a few rows fill batches.
-
-    But so few that each process takes chunks at least `ROUNDS` times: the last ones end at about the same time.
-    """
-    if settings.generation is None or not items:
-        return 1
-    processes = None if engine is None else engine.processes
-    if not processes and (engine is None or isinstance(engine, Local)):
-        processes = len(gpus()) // settings.gpus_per_process or cores()
-    processes = processes or CLUSTER_PROCESSES
-    mean = sum(chunk.rows for chunk, _ in items) / len(items)
-    return max(1, min(MOST_AHEAD, int(ROWS_AHEAD / mean), len(items) // (ROUNDS * processes)))
-
-
-def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:
-    """Return whether this process may score the rows.
-
-    Not for functions as runtimes, on a GPU or several devices, for text generation, or after a crash of this job in a
-    calling process.
-    """
-    if (staging / MARKER).exists():
-        log.warning("The last run of this job died while it scored in the calling process; now child processes score.")
-        return False
-    generates = plugins.load("tasks", spec.task).generates
-    alone = settings.gpus_per_process == 1 and not gpus()
-    return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and alone
-
-
-def _run_here(
-    make_worker: Callable[[], Callable[[Iterator[Any]], Iterator[ScoredChunk]]],
-    items: Sequence[tuple[Chunk, str]],
-    staging: Path,
-) -> Generator[ScoredChunk, None, None]:
-    marker = staging / MARKER
-    marker.touch()
-    try:
-        worker = make_worker()
-        with _all_cores():
-            yield from worker(iter(items))
-    finally:  # not reached if the process dies
-        marker.unlink(missing_ok=True)
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Let torch use as many threads in the block as in a single child process, so that the bytes are the same."""
-    import torch
-
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _rows(values: Any) -> list[Any]:
-    """Return the rows of a list, column, array or generator; missing ones are None.
-
-    Raises UsageError for values without rows, or without an order.
-    """
-    name = type(values).__name__
-    if isinstance(values, Mapping):
-        return _records(values)
-    if engine_of(values) is not None or hasattr(type(values), "columns"):
-        raise UsageError(f"A loaded model takes a pandas, polars or pyarrow frame, not this {name}; use predict.")
-    convert = next((m for m in ("to_pylist", "to_list", "tolist") if hasattr(values, m)), None)
-    values = values if convert is None else getattr(values, convert)()
-    if isinstance(values, str | bytes | bytearray | set | frozenset) or not isinstance(values, Iterable):
-        raise UsageError(f"A loaded model takes a string, a list of rows or a frame, not {name}.")
-    return [_or_none(value) for value in values]
-
-
-def _records(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of columns by name. Raises UsageError for single values, and for columns of other lengths."""
-    single = [name for name, one in columns.items() if isinstance(one, str | Mapping) or not isinstance(one, Iterable)]
-    lists = {name: _rows(one) for name, one in columns.items() if not single}
-    if single or len({len(one) for one in lists.values()}) != 1:
-        found = f"{single[0]!r} is one value" if single else f"they have {sorted(map(len, lists.values()))} values"
-        raise UsageError(
-            f"A mapping is read as columns with a value for each row, model({{'text': ['great film', 'a bore']}}), but "
-            f"{found}. Give one row as a list, model([{{'text': 'great film'}}])."
-        )
-    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-
-
-def _or_none(value: Any) -> Any:
-    """Return the value, or None for the missing values of pandas."""
-    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
-    return None if missing else value
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate
-        return False
-    return True
-
-
-def _is_conversation(text: Any) -> bool:
-    return isinstance(text, Sequence) and not isinstance(text, str) and all(isinstance(m, Mapping) for m in text)

@@ -31,7 +31,6 @@ from torchlake.processes.hardware import cpu_class, gpus
 from torchlake.scoring.endpoint.job import RUNTIME, with_chunks
 from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.frames import map_frame, predict_frame
-from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options.given import refuse_for_frames, split_options, with_common_names
 from torchlake.scoring.options.job import (
     chunk_rows_of,
@@ -45,7 +44,9 @@ from torchlake.scoring.options.settings import check_devices, scoring_settings
 from torchlake.scoring.options.table import checked_input, refuse_collisions, with_table
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
-from torchlake.scoring.worker import ScoredChunk, output_schema, with_ranges
+from torchlake.scoring.workers.chunks import ScoredChunk, start_chunks
+from torchlake.scoring.workers.output import output_schema
+from torchlake.scoring.workers.tables import with_ranges
 from torchlake.tables.chunks import first_rows
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources.files import is_image_folder

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -32,19 +32,18 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
-from torchlake.data.features import INPUT_IDS, first_equal, joined_outputs
+from torchlake.data.features import INPUT_IDS, first_equal
 from torchlake.errors import TaskError, Unavailable, UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
-from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.processes import hardware
 from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, foreign_python
-from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.scoring.workers.output import NO_ROWS, ScoredRows, assembled, non_finite_rows
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ CACHED_TOKENS = {"cpu": 8192, "cuda": 65536}
 MAX_BATCH_ROWS = 1024
 MAX_COLLATING = 8
 "Threads that collate the next batches; each of these is then in memory."
-NO_ROWS = np.zeros(0, dtype=np.int64)
 WORKER_BYTES = 600 << 20
 "Memory of a worker before it loads a model: Python, torch, transformers."
 
@@ -70,34 +68,6 @@ class Prepared:
     inputs: Callable[[], dict[str, np.ndarray]]
     beside: np.ndarray = field(default_factory=lambda: NO_ROWS)
     "(M,) int64, the rows that threads collate in the meantime."
-
-
-@dataclass(kw_only=True)
-class ScoredRows:
-    """Rows that are scored together with others, or alone."""
-
-    work: ReadyRows
-    errors: dict[int, str]
-    "The errors of rows, {number in the part: reason}"
-    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    "Rows (B,) and their outputs (B, ...)."
-    texts: dict[int, Text] = field(default_factory=dict)
-    "The texts of rows that are written."
-    same: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    "(M,) int64, the place of the row that is computed for each of `work.rows`."
-    prompts: list[Prompt] = field(default_factory=list)
-    left: set[int] = field(default_factory=set)
-    "The numbers that the rows still to be written have in the writer;"
-    first: int = 0
-    "the first row has this one."
-
-    def end(self, row: int, result: Ended | str) -> None:
-        """Take the text of a row, or the reason why it has none; rows are numbered as in the writer."""
-        self.left.remove(row)
-        if isinstance(result, str):
-            self.errors[row - self.first] = result
-        else:
-            self.texts[row - self.first] = result.text
 
 
 @dataclass(kw_only=True)
@@ -176,7 +146,7 @@ class Scorer:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         if self.writer is not None:
             with closing(Attempts([] if attempt is None else [attempt], self.settings.samples)) as attempts:
-                started = self.start(work, 0, attempts.suspects["score"])
+                started = self.start(work, 0, attempts.suspects)
                 waiting = [started.prompts]
                 for row, result in self.write(
                     lambda: waiting.pop() if waiting else [], None if attempt is None else attempts
@@ -188,12 +158,16 @@ class Scorer:
         # it was.
         for row in alone:
             self._run(part, row[None], attempt)
-        for prepared in self._prepared(work, self._batches(work, free)):
+        # A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
+        # already, and are halved when they fail.
+        sizes = {"batch_tokens": self.batch_tokens, "max_rows": MAX_BATCH_ROWS}
+        batches = [free[one] for one in length_batches(work.features.lengths[free], **sizes)]
+        for prepared in self._prepared(work, batches):
             self._run(part, prepared.rows, attempt, prepared)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
             attempt.idle()
-        return self._assemble(part)
+        return self.finish(part)
 
     def close(self) -> None:
         """End the process of a runtime that has one of its own."""
@@ -261,15 +235,8 @@ class Scorer:
             began = time.perf_counter()
 
     def finish(self, part: ScoredRows) -> pa.Table:
-        """Return what `score` returns of rows that are written."""
-        rows = np.array(list(part.texts), np.int64)
-        out = np.full((len(rows), max(1, *(len(one.tokens) for one in part.texts.values()), 0)), NOTHING, np.int32)
-        for place, one in enumerate(part.texts.values()):
-            out[place, : len(one.tokens)] = one.tokens
-        if len(rows):
-            part.errors |= _non_finite_rows(rows, out)
-            part.found.append((rows, out))
-        return self._assemble(part)
+        """Return what `score` returns, of rows that are computed or written."""
+        return assembled(part, self.settings, self.spec, self.task, self.processor, raw=self.raw)
 
     def _chosen(
         self, work: ReadyRows, suspects: Set[int], known: Mapping[int, Text] = MappingProxyType({})
@@ -284,7 +251,8 @@ class Scorer:
         done = np.isin(work.rows[ready], list(known))
         suspected = np.isin(work.rows[ready], list(suspects)) & ~done
         ready = np.concatenate([ready[done], ready[suspected], ready[~done & ~suspected]])
-        first = ready if self._samples or work.options else first_equal(work.features, ready)
+        samples = self.settings.generation is not None and self.settings.generation.temperature > 0
+        first = ready if samples or work.options else first_equal(work.features, ready)
         chosen, split = ready[first == ready], np.cumsum([done.sum(), suspected.sum()])
         old, alone, free = (chosen[np.isin(chosen, some)] for some in np.split(ready, split))
         part.texts |= {row: known[row] for row in work.rows[old].tolist()}
@@ -294,15 +262,6 @@ class Scorer:
         self.distinct += len(alone) + len(free)
         self.tokens += int(work.features.lengths[[*alone, *free]].sum())
         return part, alone, free
-
-    def _batches(self, work: ReadyRows, rows: np.ndarray) -> list[np.ndarray]:
-        """Return batches of rows.
-
-        A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
-        already, and are halved when they fail.
-        """
-        cuts = length_batches(work.features.lengths[rows], batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
-        return [rows[one] for one in cuts]
 
     def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
         """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
@@ -330,11 +289,6 @@ class Scorer:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
         return inputs
 
-    @property
-    def _samples(self) -> bool:
-        """Whether answers are sampled."""
-        return self.settings.generation is not None and self.settings.generation.temperature > 0
-
     def _run(
         self,
         part: ScoredRows,
@@ -360,7 +314,7 @@ class Scorer:
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
-            errors.update(_non_finite_rows(rows, out))
+            errors.update(non_finite_rows(rows, out))
             # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
             part.found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
 
@@ -381,61 +335,6 @@ class Scorer:
         """Halve the budget after `padded` tokens did not fit: a chunk's last batch may be far below the limit."""
         self.batch_tokens = max(1, min(self.batch_tokens, padded) // 2)
         log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
-
-    def _assemble(self, part: ScoredRows) -> pa.Table:
-        """Return the columns."""
-        work, found, errors = part.work, part.found, part.errors
-        same = work.rows[part.same]
-        # A row that equals a failed one was not computed: it fails for the same reason.
-        if errors:
-            errors |= {
-                int(row): errors[one] for row, one in zip(work.rows, same.tolist(), strict=True) if one in errors
-            }
-        options = self.settings.column_options
-        rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
-        # A non-finite row is in `found` and in `errors`; the error wins.
-        kept = np.flatnonzero(~np.isin(rows, list(errors)))
-        # Batches ran in order of length. From here on rows are in the order of the chunk again.
-        kept = kept[np.argsort(rows[kept])]
-        scored = rows[kept]
-        if len(scored):
-            answers = joined_outputs([out for _, out in found])[kept]
-            answers = answers if self.raw else self.task.answers(answers, self.spec)
-            if self.task.kept_back or self.task.generates:
-                places = np.searchsorted(work.rows, scored)
-                options = replace(
-                    options,
-                    features=work.features.take(places),
-                    written=[_logprobs(part.texts[row]) for row in scored.tolist()] if options.logprobs else (),
-                    own=[work.options[place] for place in places] if work.options else (),
-                )
-            columns, wrong = self.task.answer_columns(answers, self.processor, self.spec, options)
-            kept_errors = {int(scored[place]): reason for place, reason in wrong.items()}
-            pairs = zip(work.rows.tolist(), same.tolist(), strict=True)
-            errors = errors | {row: kept_errors[one] for row, one in pairs if one in kept_errors}
-        else:
-            columns = self.task.output_schema(self.spec, options).empty_table()
-        # -1 becomes null: rows with an error keep their place, so the output has exactly one row for each input row.
-        position = np.full(work.count, -1, dtype=np.int64)
-        position[scored] = np.arange(len(scored))
-        position[work.rows] = position[same]
-        table = columns.take(from_numpy(position, null=position < 0))
-        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
-        if self.settings.token_counts:
-            tokens = np.full(work.count, -1, dtype=np.int32)
-            tokens[work.rows] = work.features.lengths
-            counts = from_numpy(tokens, null=tokens < 0)
-            table = table.append_column(pa.field(f"{self.settings.prefix}tokens", pa.int32()), counts)
-        truncated = np.zeros(work.count, dtype=bool)
-        truncated[work.rows] = work.features.cut > 0
-        table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))
-        reasons = from_strings([errors.get(row) for row in range(work.count)])
-        return table.append_column(pa.field("error", pa.string()), reasons)
-
-
-def _logprobs(text: Text) -> np.ndarray | None:
-    """Return the log-probabilities (W,) of the tokens, without that of the end."""
-    return None if text.logprobs is None else text.logprobs[: int((text.tokens >= 0).sum())]
 
 
 def worker_memory(model: str, devices: int = 1) -> int:
@@ -468,15 +367,3 @@ def device() -> str:
         if collecting:
             gc.enable()
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _non_finite_rows(rows: np.ndarray, out: np.ndarray) -> dict[int, str]:
-    """Return the errors of rows, because NaN among the scores would spread to every mean that is computed from them."""
-    return {int(row): "non_finite: the model gave NaN or infinity" for row in rows[_non_finite(out)]}
-
-
-def _non_finite(out: np.ndarray) -> np.ndarray:
-    """Return the rows for which the model returned NaN or infinity, (B,) bool."""
-    if np.issubdtype(out.dtype, np.integer):
-        return np.asarray((out.reshape(len(out), -1) == NON_FINITE).any(axis=1))
-    return np.asarray(~np.isfinite(out.reshape(len(out), -1)).all(axis=1))

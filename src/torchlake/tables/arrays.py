@@ -67,3 +67,12 @@ def is_blank(texts: pa.Array) -> pa.BooleanArray:
 
 def _bits(values: np.ndarray) -> pa.Buffer:
     return pa.py_buffer(np.packbits(values, bitorder="little"))
+
+
+def without_dictionaries(kind: pa.DataType) -> pa.DataType:
+    """Return a type with strings in place of dictionaries."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(without_dictionaries(field.type)) for field in kind])
+    return pa.list_(without_dictionaries(kind.value_type)) if pa.types.is_list(kind) else kind

@@ -214,21 +214,21 @@ def chat_requests(
     column: pa.Array,
     tools: pa.Array | None = None,
     *,
-    add_generation_prompt: bool,
     names: Names | None = None,
     system: str | None = None,
     options: PromptOptions = PromptOptions(),
     turns: bool = False,
 ) -> tuple[dict[int, Request], dict[int, str]]:
-    """Return the conversations of a column by row, with what the options put around them, and {row: reason} for errors.
+    """Return the conversations of a column, which an answer follows, as `read_chats` does, with what the options put
+    around them.
 
-    The arguments are those of `render_chats`; nulls and blank strings are in neither.
+    `tools` is a column of the tools of each row; see `read_tools`.
     """
     called = None if tools is None else tools.to_pylist()
     requests, errors = read_chats(column.to_pylist(), called, names=names, system=system, turns=turns)
     for row, request in [*requests.items()]:
-        want: Any = "prompt" if add_generation_prompt else "whole"
-        if add_generation_prompt and request.messages[-1]["role"] == "assistant":
+        want: Any = "prompt"
+        if request.messages[-1]["role"] == "assistant":
             if options.continue_final_message:
                 want = "continue"
             else:
@@ -244,39 +244,16 @@ def chat_requests(
     return requests, errors
 
 
-def render_chats(
-    tokenizer: Any,
-    column: pa.Array,
-    tools: pa.Array | None = None,
-    *,
-    add_generation_prompt: bool,
-    names: Names | None = None,
-    system: str | None = None,
-    options: PromptOptions = PromptOptions(),
-    turns: bool = False,
-) -> tuple[pa.Array, dict[int, str]]:
-    """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
-
-    With `add_generation_prompt`, each text ends where the assistant's answer begins or is continued. Nulls and blank
-    strings become null. `tools` is a column of the tools of each row; see `read_tools`. `turns`: of `read_chats`.
-    """
-    requests, errors = chat_requests(
-        column,
-        tools,
-        add_generation_prompt=add_generation_prompt,
-        names=names,
-        system=system,
-        options=options,
-        turns=turns,
-    )
-    made = render(tokenizer, [*requests.values()])
-    texts: list[str | None] = [None] * len(column)
-    for row, each in zip(requests, made, strict=True):
+def render_chats(tokenizer: Any, requests: Mapping[int, Request], rows: int) -> tuple[pa.Array, dict[int, str]]:
+    """Return the texts of conversations by row, null for those of `rows` that are not among them, and {row: reason}
+    for errors."""
+    errors, texts = dict[int, str](), list[str | None]([None] * rows)
+    for row, each in zip(requests, render(tokenizer, [*requests.values()]), strict=True):
         if isinstance(each, ValueError):
             errors[row] = row_error(each)
         else:
             texts[row] = each[0].text
-    return pa.array(texts, pa.string()), dict(sorted(errors.items()))
+    return pa.array(texts, pa.string()), errors
 
 
 def _is_word(kind: pa.DataType) -> bool:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from torchlake.errors import UsageError
 from torchlake.models.structured.schemas import ANNOTATIONS, Place, at, closed, pointer
+from torchlake.tables.arrays import without_dictionaries
 
 WORDS = pa.dictionary(pa.int32(), pa.string())
 MOMENT = pa.timestamp("us", tz="UTC")
@@ -52,7 +53,7 @@ def json_columns(texts: Sequence[str], columns: pa.Schema) -> tuple[pa.Table, di
             rows.append(None)
             reason = str(error) if isinstance(error, _Misfit) else "it is not JSON"
             errors[row] = f"bad_value: {reason}"
-    made = pa.array(rows, _plain(whole)).flatten()
+    made = pa.array(rows, without_dictionaries(whole)).flatten()
     arrays = [_encoded(array, field.type) for array, field in zip(made, columns, strict=True)]
     return pa.table(arrays, schema=columns), errors
 
@@ -188,15 +189,6 @@ CONVERT: Mapping[pa.DataType, Callable[[Any], Any]] = {
     MOMENT: _moment,
 }
 "For types whose values are not those of JSON. Python has no years before 1 and no 60th second."
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return a type with strings in place of dictionaries."""
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
-    return pa.list_(_plain(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _encoded(array: pa.Array, kind: pa.DataType) -> pa.Array:

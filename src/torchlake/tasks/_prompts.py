@@ -29,7 +29,7 @@ from torchlake.tables.arrays import is_blank, string_column, without_rows
 from torchlake.tables.chunks import sample_rows
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
-from torchlake.tasks._chat import is_chat, names_of, read_messages, read_tools, render_chats
+from torchlake.tasks._chat import chat_requests, is_chat, names_of, read_messages, read_tools, render_chats
 from torchlake.tasks._inputs import PROMPT
 from torchlake.tasks._null_rows import columns_in, join_texts
 
@@ -125,17 +125,16 @@ def read_prompts(
     around = options.tools or options.template_options or options.chat_template or options.system is not None or named
     if not (held or chat or around):
         return with_examples(texts, options), dict(unreadable), False
-    texts, bad = render_chats(
-        tokenizer,
+    requests, bad = chat_requests(
         texts,
         None if named is None else table[str(named)].combine_chunks(),
-        add_generation_prompt=True,
         names=names_of(spec.rows),
         system=spec.rows.system if options.system is None else options.system,
         options=options,
         turns=not held,
     )
-    return texts, {**bad, **unreadable}, True
+    texts, failed = render_chats(tokenizer, requests, len(texts))
+    return texts, {**bad, **failed, **unreadable}, True
 
 
 def with_examples(texts: pa.Array, options: PromptOptions) -> pa.Array:

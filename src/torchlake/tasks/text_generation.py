@@ -22,7 +22,7 @@ from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
 from torchlake.tables.arrays import from_strings, is_blank, is_text, nulls_as_empty
 from torchlake.tasks import EXTRA, NO_TARGET, PROMPT, TEXT, Inputs
-from torchlake.tasks._chat import NAMES, is_chat, looks_like_chats, names_of, render_chats
+from torchlake.tasks._chat import NAMES, is_chat, looks_like_chats, names_of, read_chats, render_chats
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._whole_rows import TYPES, whole_rows
 from torchlake.tasks._writing import WritingTask
@@ -143,8 +143,11 @@ class TextGeneration(WritingTask):
         chat = spec.rows.chat or is_chat(texts.type, names_of(spec.rows))
         if chat:
             named: Any = {"names": names_of(spec.rows), "system": spec.rows.system}
-            tools = inputs.get("tools")
-            texts, errors = render_chats(processor, texts, tools, add_generation_prompt=False, **named)
+            tools = inputs["tools"].to_pylist() if "tools" in inputs else None
+            requests, bad = read_chats(texts.to_pylist(), tools, **named)
+            requests = {row: replace(each, want="whole") for row, each in requests.items()}
+            texts, errors = render_chats(processor, requests, len(texts))
+            errors |= bad
         blank = np.flatnonzero(np.asarray(is_blank(texts)))
         errors |= {row: NULL_INPUT for row in blank.tolist() if row not in errors}
         made = documents(processor, nulls_as_empty(texts).to_pylist(), chat=chat)

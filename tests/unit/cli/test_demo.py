@@ -105,6 +105,20 @@ def test_the_demo_of_answers_counts_exact_ones(tmp_path: Path, capfd: pytest.Cap
     assert found["rows"] == 4
 
 
+@pytest.mark.slow  # a training
+@pytest.mark.timeout(900)
+def test_the_demo_of_writing_answers_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--task", "write", "--rows", "50", "--folder", str(tmp_path / "demo"), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["rows"], found["problems"]) == (40, [])
+    assert set(found["tokens_per_s"]) == {"eager", "ctranslate2"}
+    typed = pq.read_table(found["paths"]["typed"])
+    assert typed.schema.field("speaker").type == pa.dictionary(pa.int32(), pa.string())
+    assert set(typed["speaker"].to_pylist()) <= {speaker for speaker, _ in LINES}
+    free, again = (pq.read_table(found["paths"][name])["generated_text"] for name in ("free", "eager"))
+    assert free == again, "as without a kill"
+
+
 @pytest.mark.slow  # two trainings
 @pytest.mark.timeout(900)
 def test_the_commands_at_the_end_work_as_they_are_printed(

@@ -81,6 +81,37 @@ def test_a_dataset_that_cannot_be_trained_on_says_why(kind: str, tmp_path: Path,
         tl.train(run=tmp_path / "run", engine=runs.Inline(), **sections)
 
 
+@pytest.mark.slow  # actors that load torch and llguidance
+def test_texts_are_written_into_datasets(tiny_gpt2: Path) -> None:
+    """With options of rows, several answers, a row for each, and words of a schema; blocks are joined."""
+    kind = pa.struct({"max_new_tokens": pa.int64(), "seed": pa.int64()})
+    given = pa.array([{"seed": 0}, {"max_new_tokens": 2}, {"max_new_tokens": 0}, None, {"seed": 4}], kind)
+    table = pa.table({"id": range(5), "text": [f"a film {row}" for row in range(5)], "options": given})
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "seed": 3}
+    data, plain = ray_library.data.from_arrow([table[:2], table[2:]]), table.drop_columns(["options"])
+
+    def rows(frame: Any) -> list[Any]:
+        return sorted(frame.take_all(), key=lambda row: (row["id"], row.get("sample")))
+
+    wanted = tl.predict(tiny_gpt2, table, max_error_rate=1.0, **options)
+    found = rows(tl.predict(tiny_gpt2, data, **options))
+    assert [row["generated_text"] for row in found] == wanted["generated_text"].to_pylist()
+    assert [row["error"] for row in found] == wanted["error"].to_pylist()
+    plain_data = ray_library.data.from_arrow([plain[:2], plain[2:]])
+    wanted = tl.predict(tiny_gpt2, plain, n=3, explode=True, **options)
+    found = rows(tl.predict(tiny_gpt2, plain_data, n=3, explode=True, **options))
+    assert [row["generated_text"] for row in found] == wanted["generated_text"].to_pylist()
+    schema = {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "green"]}},
+        "required": ["color"],
+        "additionalProperties": False,
+    }
+    typed = tl.predict(tiny_gpt2, plain_data, json_schema=schema, json_columns=True, max_new_tokens=20).repartition(1)
+    assert typed.schema().types[typed.schema().names.index("color")] == pa.string()
+    assert {row["color"] for row in typed.take_all()} <= {"red", "green"}
+
+
 DYING = "lambda t: t if {stays} else __import__('os')._exit(1)"
 
 

@@ -206,3 +206,38 @@ def test_the_private_names_of_pyspark_are_there(spark: SparkSession) -> None:
     profile = scheduler.resourceProfileManager().defaultResourceProfile()
     assert int(scheduler.maxNumConcurrentTasks(profile)) == 2
     assert int(scheduler.getExecutorMemoryStatus().size()) == 1
+
+
+@pytest.mark.slow  # processes that load torch and llguidance
+def test_texts_are_written_into_frames(tiny_gpt2: Path, spark: SparkSession) -> None:
+    """With options of rows, several answers, a row for each, and words of a schema."""
+    frame = spark.sql(
+        "select id, concat('a film ', id) text, case when id = 1 then named_struct('max_new_tokens', 2, 'seed', null) "
+        "when id = 2 then named_struct('max_new_tokens', 0, 'seed', null) else named_struct('max_new_tokens', null, "
+        "'seed', id) end options from range(5)"
+    )
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "seed": 3}
+    wanted = tl.predict(tiny_gpt2, pa.Table.from_pylist([row.asDict(True) for row in frame.collect()]), **options)
+    assert_kept(frame, scored := tl.predict(tiny_gpt2, frame, **options))
+    rows = sorted(scored.collect())
+    assert [row["generated_text"] for row in rows] == wanted["generated_text"].to_pylist()
+    assert [row["error"] for row in rows] == wanted["error"].to_pylist()
+    assert rows[1]["generated_tokens"] == 2
+    assert rows[2]["error"].startswith("bad_options: ")
+    exploded = tl.predict(tiny_gpt2, frame.drop("options"), n=3, explode=True, **options)
+    listed = {
+        row["id"]: row["generated_text"]
+        for row in tl.predict(tiny_gpt2, frame.drop("options"), n=3, **options).collect()
+    }
+    found = sorted((row["id"], row["sample"], row["generated_text"]) for row in exploded.collect())
+    assert found == [(row, sample, text) for row in range(5) for sample, text in enumerate(listed[row])]
+    word = {"enum": ["red", "green"]}
+    schema = {
+        "type": "object",
+        "properties": {"color": word, "others": {"type": "array", "items": word, "minItems": 1, "maxItems": 2}},
+        "required": ["color", "others"],
+        "additionalProperties": False,
+    }
+    typed = tl.predict(tiny_gpt2, frame.drop("options"), json_schema=schema, json_columns=True, max_new_tokens=40)
+    assert [typed.schema[name].dataType.simpleString() for name in ("color", "others")] == ["string", "array<string>"]
+    assert all(row["color"] in ("red", "green") and {*row["others"]} <= {"red", "green"} for row in typed.collect())

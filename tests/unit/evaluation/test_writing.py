@@ -92,3 +92,13 @@ def test_written_texts_are_measured_beside_a_column(tiny_gpt2: Path, tmp_path: P
     for wrong, words in (({"label": "answer", "n": 2}, "one answer"), ({"prompt": "{title}"}, "name a label")):
         with pytest.raises(UsageError, match=words):
             tl.evaluate(tiny_gpt2, table, **wrong)
+
+
+def test_answers_that_were_cut_are_measured(tiny_gpt2: Path) -> None:
+    """As they are; a column of the frame that has the name of a prediction is not one."""
+    table = pa.table({"text": ["a film", "so bad"], "answer": ['{"a": "x"}'] * 2, "generated_text": ['{"a": "x"}'] * 2})
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 9}}, "required": ["a"]}
+    options = {"json_schema": schema, "max_new_tokens": 19, "engine": tiny.Here()}
+    found = tl.evaluate(tiny_gpt2, table, label="answer", **options)
+    assert (found.rows, found.errors) == (2, {"length": 2})
+    assert (found.metrics["json_valid"].value, found.metrics["exact_match"].value) == (0, 0)

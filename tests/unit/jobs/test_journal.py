@@ -68,6 +68,14 @@ def test_the_next_attempt_knows_what_all_have_kept(
     assert list(folder.iterdir()) == []
 
 
+def test_a_row_that_begins_again_replaces_what_was_kept(tmp_path: Path) -> None:
+    one = Journal(str(tmp_path / "rows"), PART, MARKS)
+    for offset, piece in ((0, b"abc"), (3, b"def"), (0, b"ab"), (2, b"x"), (9, b"lost")):
+        one.extend(2, offset, piece)
+    one.close()
+    assert read(tmp_path / "rows").begun == {2: b"abx"}
+
+
 @given(kept=KEPT.filter(bool), damage=st.data())
 def test_what_is_torn_or_damaged_is_not_read(
     tmp_path_factory: pytest.TempPathFactory, kept: list[Kept], damage: st.DataObject

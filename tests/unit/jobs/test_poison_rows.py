@@ -225,7 +225,7 @@ def test_an_attempt_that_died_before_it_began_is_not_waited_for(
     """As it may when its process already works on another chunk: nothing would say on which machine it ran."""
     source = (
         "import os, signal, sys; from pathlib import Path; from torchlake.jobs.worker import poison_rows\n"
-        "poison_rows._self = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "poison_rows.this_process = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
         "poison_rows.Attempt(Path(sys.argv[1]), 0, 9, 60.0)"
     )
     assert subprocess.run([sys.executable, "-c", source, str(tmp_path)], check=False).returncode == -9

@@ -3,12 +3,14 @@
 import json
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from torchlake.jobs.worker import read_ahead
 from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.jobs.worker.read_ahead import More, Ready, Workspace, reading_ahead
 from torchlake.jobs.worker.task_progress import TaskProgress
@@ -60,6 +62,22 @@ def test_results_are_in_order_and_groups_within_the_limit(tmp_path: Path, most: 
     assert groups[1] == list(range(1, 1 + most))
     assert max(map(len, groups)) == most
     assert list((tmp_path / "journal").iterdir()) == []
+
+
+class Hasty(ThreadPoolExecutor):
+    """What the main thread submits runs, as far as it can, before `submit` returns."""
+
+    def submit(self, *given: Any, **named: Any) -> Future[Any]:
+        future = super().submit(*given, **named)
+        if threading.current_thread() is threading.main_thread():
+            wait([future], timeout=0.1)
+        return future
+
+
+def test_chunks_stay_in_order_however_threads_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", Hasty)
+    work = worker(tmp_path, [], most=2, read=lambda one: one.index)
+    assert list(work(items(6))) == list(range(6))
 
 
 def test_a_chunk_with_suspects_shares_nothing(tmp_path: Path) -> None:
@@ -134,5 +152,26 @@ def test_the_logs_of_chunks_in_one_batch_name_their_own_rows(tmp_path: Path) -> 
     together.idle()
     assert last() == [[], [], []]
     assert counted.rows() == 5
+    for one in attempts:
+        one.close()
+
+
+def test_a_chunk_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    attempts = [Attempt(tmp_path, number, ROWS, 60.0) for number in range(3)]
+    for one in attempts:
+        one.suspects["score"] = {1}
+    together = Attempts(attempts[:2], times=2)
+    assert together.suspects == {2, 3, 8, 9}
+    together.leave(0)
+    assert together.suspects == {8, 9}
+    assert together.join(attempts[2:]) == 12
+    together.now([6, 12, 17])
+    assert [json.loads(one.path.read_text().split("\n")[-2]) for one in attempts[1:]] == [
+        ["score", [0], 0],
+        ["score", [0, 2], 0],
+    ]
+    together.leave(6)
+    together.leave(12)
+    assert together.suspects == set()
     for one in attempts:
         one.close()

@@ -1,6 +1,7 @@
 """Rows take the places of those that have ended: every text is the one that its row has alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import families
 from sweeps import sweep
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
-from torchlake.models.generation import END, NON_FINITE, GenerationOptions
-from torchlake.runtimes import Ended, Text, Writer
+from torchlake.models.generation import END, NON_FINITE, GenerationOptions, generation_options
+from torchlake.models.load import load_spec
+from torchlake.runtimes import Ended, Text, Writer, eager
 from torchlake.runtimes._writing.prefix import Beginnings, leader
 from torchlake.runtimes._writing.row import Row
 from torchlake.runtimes._writing.session import RefillingWriter, session_of
@@ -131,6 +133,51 @@ def test_a_row_whose_scores_are_not_finite_leaves_nothing_behind(tmp_path: Path)
     found = write(session, [bad, *rows], Budget(tokens=10**6, rows=2))
     assert found.pop(100) == [NON_FINITE]
     assert found == expected
+
+
+def test_beams_have_the_texts_that_they_have_alone(tmp_path: Path) -> None:
+    """Of any limit; a row whose scores are not finite is named, and each token is reported."""
+    model, static, session = writers(tmp_path / "model", "llama")
+    rows = [*prompts(num_beams=3), *(replace(one, row=one.row + 10) for one in prompts(num_beams=3))]
+    expected = {one.row: write(static, [one])[one.row] for one in rows}
+    with torch.no_grad():
+        model.get_input_embeddings().weight[95] = torch.nan
+    bad = Prompt(row=100, ids=np.full(3, 95), options=rows[4].options)
+    reports: list[int] = []
+    texts = Texts(
+        writer=session,
+        budget=Budget(tokens=10**6, rows=100),
+        more=lambda waiting=[[bad, *rows]]: waiting.pop() if waiting else [],  # type: ignore[misc]
+        report=lambda writer, ended: reports.append(len(ended)),
+    )
+    found = {row: one.text.tokens.tolist() for row, one in texts.write() if isinstance(one, Ended)}
+    assert found.pop(100) == [NON_FINITE]
+    assert found == expected
+    longest = max(map(len, expected.values()))
+    assert longest < reports.count(0), "each step"
+    assert max(reports) < len(rows) / 2, "rows of one limit"
+
+
+def test_choices_are_reported_one_by_one(tiny_gpt2: Path) -> None:
+    """Rows of many choices take long: each that is computed is an advance."""
+    options = generation_options("text_generation", writes=True, choices=["good", "bad", "unsure"])
+    assert options is not None
+    writer = eager.open_writer(tiny_gpt2, load_spec(tiny_gpt2), device="cpu", options=options)
+    for row in range(2):
+        writer.add(row, np.arange(5, 8 + row), options)
+    reports: list[tuple[int, int]] = []
+    writer.step(lambda ended: reports.append((len(ended), len(writer.rows))))
+    assert reports == [(0, 2)] * 3 + [(2, 0)]
+
+
+def test_more_prompts_that_raise_are_no_fault_of_a_row(tmp_path: Path) -> None:
+    _, _, session = writers(tmp_path / "model", "gpt2")
+
+    def more() -> Sequence[Prompt]:
+        raise RuntimeError("the next chunk cannot be begun")
+
+    with pytest.raises(RuntimeError, match="cannot be begun"):
+        list(Texts(writer=session, budget=BUDGET, more=more).write())
 
 
 def test_a_row_that_raises_is_an_error_and_the_others_are_written(tmp_path: Path) -> None:

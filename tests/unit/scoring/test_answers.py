@@ -1,19 +1,26 @@
 """What a row can ask for: several answers, options of its own, penalties, beams, log-probabilities."""
 
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pytest
 import torch
+from pyiceberg.utils.config import Config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import torchlake as tl
 from torchlake.errors import FingerprintError, StorageError, UsageError
 from torchlake.jobs.worker import writing
+from torchlake.models.generation import GenerationOptions
+from torchlake.scoring.rows import RowReader, ScoringSettings
 
 TEXTS = ["the film was good", "boring", "a bad one and long", "the film was good"]
 DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 3}
@@ -110,6 +117,40 @@ def test_each_answer_may_have_a_row(tiny_gpt2: Path, tmp_path: Path, key: str | 
     assert any("rows" in problem for problem in tl.verify(tmp_path / "out").problems)
 
 
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_each_answer_may_have_a_row_of_a_table(
+    kind: str, tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also rows that are added, and those of keys that are replaced."""
+    output: Any = tmp_path / "out"
+    if kind == "iceberg":
+        monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
+        monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/warehouse")
+        monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it is read once, when pyiceberg is imported
+        with closing(pyiceberg.catalog.load_catalog("lake")) as lake:
+            lake.create_namespace("films")
+        output = "iceberg:lake.films.answers"
+    options: dict[str, Any] = {"key": "id", "n": 2, "explode": True, "max_new_tokens": 4, "engine": tiny.Here()}
+
+    def write(first: int, texts: Sequence[str], **more: Any) -> list[dict[str, Any]]:
+        pq.write_table(pa.table({"id": range(first, first + len(texts)), "text": texts}), tmp_path / "rows.parquet")
+        given = {**options, **DRAWN, "format": kind, "mode": "append", **more}
+        done = tl.predict(tiny_gpt2, tmp_path / "rows.parquet", output, **given)
+        assert done.rows_out == 2 * done.rows_in == 2 * len(texts)
+        assert tl.verify(output).problems == []
+        rows = tl.open(output).to_table()
+        found: list[dict[str, Any]] = rows.sort_by([("id", "ascending"), ("sample", "ascending")]).to_pylist()
+        return found
+
+    expected = answers(tiny_gpt2, n=2, **{**DRAWN, "max_new_tokens": 4})
+    assert [row["generated_text"] for row in write(0, TEXTS[:2])] == [*expected[0], *expected[1]]
+    assert [(row["id"], row["sample"]) for row in write(2, TEXTS[2:])] == [(row // 2, row % 2) for row in range(8)]
+    found = write(1, TEXTS[2:3], mode="replace-where")
+    assert [row["generated_text"] for row in found] == [
+        text for row in (expected[0], expected[2], *expected[2:]) for text in row
+    ]
+
+
 def test_rows_have_options_of_their_own(tiny_gpt2: Path) -> None:
     kind = pa.struct(
         {"max_new_tokens": pa.int64(), "temperature": pa.float64(), "seed": pa.int64(), "stop": pa.list_(pa.string())}
@@ -127,6 +168,39 @@ def test_rows_have_options_of_their_own(tiny_gpt2: Path) -> None:
         written(tiny_gpt2, pa.table({"text": TEXTS, "options": [{"max_tokens": 1}] * 4}))
     cut = pa.table({"text": TEXTS[:1], "how": [{"stop": answers(tiny_gpt2)[0][3:5]}]})
     assert answers(tiny_gpt2, cut, inputs={"options": "how"}) == [answers(tiny_gpt2)[0][:3]]
+
+
+def test_options_that_the_runtime_does_not_compute_are_errors_of_their_rows(tiny_gpt2: Path) -> None:
+    given = pa.array([{"temperature": 0.7, "seed": 1}, {"temperature": 0.0, "seed": None}, None, None])
+    options = {"keep": (), "key": None, "text": "text", "inputs": {"options": "options"}}
+    reader = RowReader(
+        settings=ScoringSettings(
+            model=str(tiny_gpt2),
+            runtime="ctranslate2",
+            generation=GenerationOptions(),
+            **options,  # type: ignore[arg-type]
+        )
+    )
+    made = reader.read(pa.table({"text": TEXTS, "options": given}), {})
+    assert made.errors.keys() == {0}
+    assert made.errors[0].startswith("bad_options: it takes the most likely token, and does not compute ")
+
+
+def test_a_struct_of_other_options_is_no_option(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = pa.table({"text": TEXTS, "options": [{"color": "red"}] * 4})
+    assert answers(tiny_gpt2, table) == answers(tiny_gpt2)
+    assert "has no option of a row" in caplog.text
+
+
+def test_what_is_of_a_row_is_no_list(tiny_gpt2: Path, tmp_path: Path) -> None:
+    frame = written(tiny_gpt2, n=2, token_counts=True, **DRAWN)
+    assert frame["tokens"].to_pylist() == frame["prompt_tokens"].to_pylist()
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "rows.parquet")
+    options: dict[str, Any] = {"n": 2, "token_counts": True, "max_new_tokens": 6, "engine": tiny.Here(), **DRAWN}
+    tl.predict(tiny_gpt2, tmp_path / "rows.parquet", tmp_path / "out", **options)
+    assert pq.read_table(tmp_path / "out")["tokens"].to_pylist() == frame["tokens"].to_pylist()
+    with pytest.raises(UsageError, match="a DataFrame keeps its rows"):
+        tl.predict(tiny_gpt2, pd.DataFrame({"text": TEXTS}), explode=True, **options)
 
 
 @pytest.mark.parametrize(

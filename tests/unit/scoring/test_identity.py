@@ -16,7 +16,7 @@ from torchlake.models import folders
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.scorer import Scorer
-from torchlake.scoring.worker import make_reading_worker, make_table_worker
+from torchlake.scoring.workers.tables import make_reading_worker, make_table_worker
 
 ROWS = tiny.reviews(12).drop_columns("label")
 

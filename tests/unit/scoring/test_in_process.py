@@ -23,7 +23,7 @@ from misbehaving import KILLER, misbehave
 from torchlake.engines.local import Local
 from torchlake.errors import TableError, UsageError
 from torchlake.outputs.staging.folders import staging_of
-from torchlake.scoring import in_process
+from torchlake.scoring.workers import chunks
 
 TEXTS = [*tiny.reviews(30)["text"].to_pylist(), None, "", "  ", "good " * 500]
 
@@ -164,9 +164,9 @@ def test_a_language_model_gives_texts(tiny_gpt2: Path) -> None:
 
 @pytest.mark.usefixtures("no_child")
 def test_a_small_table_is_scored_in_this_process(tiny_model: Path, tmp_path: Path) -> None:
-    source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film"] * in_process.SMALL_ROWS)
+    source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film"] * chunks.SMALL_ROWS)
     done = tl.predict(tiny_model, source, tmp_path / "out", key="id")
-    assert done.rows_out == in_process.SMALL_ROWS
+    assert done.rows_out == chunks.SMALL_ROWS
     assert list(done.profile) == ["plan", "torch", "tokenizer", "model", "first batch", "other rows", "commit"]
     assert sum(done.profile.values()) <= done.seconds
 
@@ -174,13 +174,13 @@ def test_a_small_table_is_scored_in_this_process(tiny_model: Path, tmp_path: Pat
 @pytest.mark.usefixtures("no_child")
 @pytest.mark.parametrize("rule", ["rows", "engine", "runtime", "crash"])
 def test_other_tables_are_scored_in_child_processes(tiny_model: Path, tmp_path: Path, rule: str) -> None:
-    rows = in_process.SMALL_ROWS + (rule == "rows")
+    rows = chunks.SMALL_ROWS + (rule == "rows")
     source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film"] * rows)
     options = {"engine": {"engine": Local()}, "runtime": {"runtime": misbehave}}.get(rule, {})
     if rule == "crash":
         staging = staging_of(tmp_path / "out")
         staging.mkdir()
-        (staging / in_process.MARKER).touch()
+        (staging / chunks.MARKER).touch()
     with pytest.raises(AssertionError, match="a child process was asked for"):
         tl.predict(tiny_model, source, tmp_path / "out", key="id", **options)  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ def test_an_error_or_interrupt_is_no_crash(tiny_model: Path, tmp_path: Path, mon
         context.setattr("torchlake.failpoints._hits", {})
         with pytest.raises(Exception, match=r"part\.write"):
             tl.predict(tiny_model, source, tmp_path / "out", key="id")
-    assert not (staging_of(tmp_path / "out") / in_process.MARKER).exists()
+    assert not (staging_of(tmp_path / "out") / chunks.MARKER).exists()
 
 
 def test_an_output_keeps_its_runtime(tiny_model: Path, tmp_path: Path) -> None:

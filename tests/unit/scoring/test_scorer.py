@@ -23,7 +23,8 @@ from torchlake.outputs.parts import PartFolder
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.scoring.scorer import Scorer
-from torchlake.scoring.worker import make_chunk_worker, output_schema
+from torchlake.scoring.workers.chunks import make_chunk_worker
+from torchlake.scoring.workers.output import output_schema
 from torchlake.tables.arrays import without_rows
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.plan import Chunk

@@ -1,5 +1,7 @@
 """Texts are kept as they end: a job that was interrupted writes only the others, with the same bytes."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ from deltalake import write_deltalake
 import misbehaving
 import tiny
 import torchlake as tl
+from torchlake.data.batching import Ragged
+from torchlake.data.features import Features
 from torchlake.errors import StorageError
 from torchlake.jobs.worker import writing
+from torchlake.jobs.worker.journal import Journal
+from torchlake.jobs.worker.poison_rows import Attempt, Attempts
 from torchlake.outputs.staging.folders import ROWS, staging_of
+from torchlake.runtimes import Text
 from torchlake.tables.chunks import CHUNK_S, RowCost, plan_chunks
 from torchlake.tables.table import open_table
 
@@ -126,15 +133,49 @@ def test_the_cost_of_rows_bounds_a_chunk() -> None:
 
 
 def test_every_row_has_a_mark_of_its_own() -> None:
-    from torchlake.data.batching import Ragged
-    from torchlake.data.features import Features
-
     tokens = Ragged(np.array([1, 2, 1, 2, 3, 1, 2], np.int32), np.array([0, 2, 5, 7]))
     one, other, same = writing.marks(
         Features(arrays={"input_ids": tokens}, lengths=np.array([2, 3, 2]), cut=np.zeros(3, np.int64))
     )
     assert one == same != other
     assert len(one) == 8
+
+
+@dataclass
+class OneRow:
+    """A chunk of a row, which is in a writer."""
+
+    tokens: Sequence[int] = ()
+    rows: Any = field(default_factory=lambda: np.zeros(1, np.int64))
+    features: Features = field(
+        default_factory=lambda: Features(
+            arrays={"input_ids": Ragged(np.array([5], np.int32), np.array([0, 1]))},
+            lengths=np.ones(1, np.int64),
+            cut=np.zeros(1, np.int64),
+        )
+    )
+
+    def text(self, row: int) -> Text:
+        return Text(tokens=np.array(self.tokens, np.int32))
+
+
+def test_a_text_that_is_written_again_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a lack of memory it may become another one: what is kept is never the beginning of one and the end of the
+    other."""
+    monkeypatch.setattr(writing, "PIECE_S", -1.0)
+    attempt, row = Attempt(tmp_path / "log", 0, 1, 60.0), OneRow()
+    one = writing.Writing(str(tmp_path / "rows"), Attempts([attempt]), logprobs=False)
+    one.enter(0, "part-0", row.rows, row.features)
+    marks = dict(enumerate(writing.marks(row.features)))
+    written = [(1, 2), (1, 2, 3), (1,), (1, 2), (1, 4), (1, 4, 3, 5)]
+    for tokens, kept in zip(written, [*written[:2], written[1], written[1], *written[4:]], strict=True):
+        row.tokens = tokens
+        one.report(row, [])
+        journal = Journal(str(tmp_path / "rows"), "part-0", marks)
+        journal.close()
+        assert np.frombuffer(journal.begun[0], "<i4").tolist() == list(kept)
+    one.close()
+    attempt.close()
 
 
 def test_an_interrupted_increment_goes_on_with_its_texts(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +71,25 @@ def column(*chats: Any) -> pa.Array:
     return pa.array(list(chats))
 
 
+def rendered(made: Any, chats: pa.Array, *, answered: bool = True) -> tuple[pa.Array, dict[int, str]]:
+    """The texts of conversations, which an answer follows if it is `answered`."""
+    requests, bad = _chat.chat_requests(chats)
+    if not answered:
+        requests = {row: replace(each, want="whole") for row, each in requests.items()}
+    texts, errors = _chat.render_chats(made, requests, len(chats))
+    return texts, {**bad, **errors}
+
+
 @pytest.mark.parametrize("name", sweep(HOSTILE, quick=["loops"]))
 def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
     """In a thread, as workers tokenize: nothing of this process is touched, and the next template renders."""
     template, limit = HOSTILE[name]
     with ThreadPoolExecutor(1) as pool:
-        texts, errors = pool.submit(
-            _chat.render_chats, tokenizer(template), column(CHAT, None), add_generation_prompt=True
-        ).result()
+        texts, errors = pool.submit(rendered, tokenizer(template), column(CHAT, None)).result()
         assert texts.to_pylist() == [None, None]
         assert errors.keys() == {0}
         assert limit in errors[0]
-        texts, errors = pool.submit(
-            _chat.render_chats, tokenizer("fine"), column(CHAT), add_generation_prompt=True
-        ).result()
+        texts, errors = pool.submit(rendered, tokenizer("fine"), column(CHAT)).result()
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
 
@@ -92,7 +98,7 @@ def test_texts_are_those_of_transformers(template: str) -> None:
     made = tokenizer(template)
     chats = [CHAT, CHAT[:1], [{"role": "system", "content": " \U0001f600 \n", "name": "one"}, *CHAT]]
     for add_generation_prompt in (False, True):
-        texts, errors = _chat.render_chats(made, column(*chats), add_generation_prompt=add_generation_prompt)
+        texts, errors = rendered(made, column(*chats), answered=add_generation_prompt)
         assert errors == {}
         assert texts.to_pylist() == [
             made.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -119,9 +125,7 @@ def _columns(tokens: Any) -> tuple[list[int], list[int]]:
 
 
 def test_the_templates_own_error_is_told() -> None:
-    _, errors = _chat.render_chats(
-        tokenizer("{{ raise_exception('roles must alternate') }}"), column(CHAT), add_generation_prompt=True
-    )
+    _, errors = rendered(tokenizer("{{ raise_exception('roles must alternate') }}"), column(CHAT))
     assert errors == {0: "bad_chat: roles must alternate"}
 
 
@@ -129,9 +133,7 @@ def test_a_template_that_never_fits_is_given_up() -> None:
     """Five rows in a row; a row that renders begins the count anew."""
     template = "{% if 'evil' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% else %}fine{% endif %}"
     evil, good = ([{"role": "user", "content": word}] for word in ("evil", "good"))
-    texts, errors = _chat.render_chats(
-        tokenizer(template), column(*[evil] * 4, good, *[evil] * 6, good), add_generation_prompt=True
-    )
+    texts, errors = rendered(tokenizer(template), column(*[evil] * 4, good, *[evil] * 6, good))
     assert texts.to_pylist() == [*[None] * 4, "fine", *[None] * 7]
     assert all(MEMORY in errors[row] for row in (0, 1, 2, 3, 5, 6, 7, 8, 9))
     assert all("not tried after 5 rows" in errors[row] for row in (10, 11))
@@ -140,12 +142,12 @@ def test_a_template_that_never_fits_is_given_up() -> None:
 @pytest.mark.slow
 def test_a_renderer_that_something_else_ended_is_started_again() -> None:
     made = tokenizer("fine")
-    _chat.render_chats(made, column(CHAT), add_generation_prompt=True)
+    rendered(made, column(CHAT))
     assert _rendering._renderer is not None
     first = _rendering._renderer.process
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert _chat.render_chats(made, column(CHAT), add_generation_prompt=True)[0].to_pylist() == ["fine"]
+    assert rendered(made, column(CHAT))[0].to_pylist() == ["fine"]
     assert _rendering._renderer.process.pid != first.pid
     assert os.getsid(_rendering._renderer.process.pid) != os.getsid(0)  # a signal to this session does not end it
     _rendering.close()

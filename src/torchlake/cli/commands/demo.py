@@ -25,15 +25,15 @@ class DemoFlags:
     folder: Annotated[str, _demo("FOLDER", "Folder for all files (default: demo).")]
     rows: Annotated[int, _demo("N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
     task: Annotated[
-        Literal["reviews", "chat"],
-        _demo("NAME", "Demo: reviews are classified; in chat a model learns to answer (default: reviews)."),
+        Literal["reviews", "chat", "write"],
+        _demo("NAME", "Reviews are classified; in chat a model learns to answer, in write it does (default: reviews)."),
     ]
 
 
 @command("demo", DemoFlags)
 def demo(given: Given) -> Outcome:
     """Train, predict, evaluate and verify on generated tables. Needs no network and no data."""
-    work = _chat_demo if given["task"] == "chat" else _reviews_demo
+    work = {"chat": _chat_demo, "write": _write_demo}.get(given["task"], _reviews_demo)
     return work(given["folder"] or "demo", given["rows"] or 2400)
 
 
@@ -41,16 +41,14 @@ def _chat_demo(where: str, rows: int) -> Outcome:
     """Teach a small model to answer questions, then which answers are right; count its exact answers."""
     import pyarrow.parquet as pq
 
-    from torchlake.cli.demo import build_small_model, write_questions
+    from torchlake.cli.demo import LEARNING, teach
     from torchlake.config.job import load_job
     from torchlake.scoring.predict import predict
     from torchlake.tables.record import local_output
     from torchlake.training.train import train
 
     folder = local_output(where)
-    tables = {name: str(path) for name, path in write_questions(folder / "tables", rows).items()}
-    base = build_small_model(folder / "untrained")
-    log.info("%s generated questions in %s; training a model of 4 layers on them, from scratch", f"{rows:,}", folder)
+    tables, base, learned = teach(folder, rows)
     answers = pq.read_table(tables["test"], columns=["answer"])["answer"].to_pylist()
 
     def right(model: Path, name: str) -> float:
@@ -60,31 +58,34 @@ def _chat_demo(where: str, rows: int) -> Outcome:
         exact: list[bool] = [text == answer for text, answer in zip(texts, answers, strict=True)]
         return sum(exact) / len(exact)
 
-    shared = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
-    model = {"task": "text_generation", "max_length": 96}
     found = {"untrained": right(base, "written_untrained")}
-    job = load_job(
-        None,
-        data={"train": tables["train"], "text": "messages", "learn": "assistant", "validation": {"fraction": 0.05}},
-        model={"base": str(base), **model},
-        train={"epochs": 16, "learning_rate": 2e-3, **shared},
-    )
-    learned = train(job, run=folder / "answers")
-    found["after the answers"] = right(learned.model, "written_answers")
+    found["after the answers"] = right(learned, "written_answers")
     job = load_job(
         None,
         data={"train": tables["pairs"], "text": "messages", "chosen": "right", "rejected": "wrong"},
-        model={"base": str(learned.model), **model},
-        train={"epochs": 1, "learning_rate": 5e-5, "preference": {"sft_weight": 1.0}, **shared},
+        model={"base": str(learned), "task": "text_generation", "max_length": 96},
+        train={"epochs": 1, "learning_rate": 5e-5, "preference": {"sft_weight": 1.0}, **LEARNING},
     )
     preferred = train(job, run=folder / "preferences")
     found["after the preferences"] = right(preferred.model, "written_preferences")
-    paths = {"data": folder / "tables", "answers": learned.model, "preferences": preferred.model}
+    paths = {"data": folder / "tables", "answers": learned, "preferences": preferred.model}
     lines = [f"exact answers to {len(answers):,} questions"]
     lines += [f"  {name:<24}{share:.1%}" for name, share in found.items()]
     values = {"exact_match": found, "rewards": preferred.metrics, "paths": paths, "rows": len(answers)}
     accuracy = f"rewards prefer the right answer in {preferred.metrics['reward_accuracy']:.1%} of the held-out pairs"
     return Outcome(values=values, lines=[*lines, accuracy, "", *fact_lines(paths)])
+
+
+def _write_demo(where: str, rows: int) -> Outcome:
+    """Teach a small model to answer questions; it answers others, free and as JSON, with a kill in between."""
+    from torchlake.cli.demo import answer_questions
+    from torchlake.tables.record import local_output
+
+    values = answer_questions(local_output(where), rows)
+    lines = [f"{values['rows']:,} questions answered; the job was killed with the first answers, and continued"]
+    lines += [f"  {name:<24}{rate:,.0f} tokens/s" for name, rate in values["tokens_per_s"].items()]
+    lines += ["; ".join(values["problems"]) or "checksums and keys verified", "", *fact_lines(values["paths"])]
+    return Outcome(values=values, lines=lines, exit_code=65 if values["problems"] else 0)
 
 
 def _reviews_demo(where: str, rows: int) -> Outcome:

@@ -7,7 +7,7 @@ engine. A record is
 
 so a record that was torn by a kill, damaged, or made by another job is not read: the key is the part's name, a hash of
 the input file, the chunk, the model and the options, and the mark is a hash of the row's own inputs. The records of a
-row that has not ended are pieces of its result, each at its offset.
+row that has not ended are pieces of its result, each at its offset; one at offset 0 begins the row again.
 
 On a file system each record is written at once, and synced every `SYNC_S` in case the machine is lost. In an object
 store records wait up to `SYNC_S` and become an object. A chunk's files are removed when its part is written, and all of
@@ -64,7 +64,10 @@ class Journal:
         self._put(ENDED, row, 0, result)
 
     def extend(self, row: int, offset: int, piece: bytes) -> None:
-        """Keep a piece of the result of a row that has not ended, after `offset` bytes kept by this attempt."""
+        """Keep a piece of the result of a row that has not ended, after `offset` bytes kept by this attempt.
+
+        A piece at offset 0 replaces what was kept.
+        """
         self._put(PIECE, row, offset, piece)
 
     def close(self) -> None:
@@ -105,8 +108,8 @@ class Journal:
             result = body[1][BODY.size :]
             if kind == ENDED:
                 self.known[row] = result
-            elif kind == PIECE and offset == len(pieces.get(row, b"")):
-                pieces[row] = pieces.get(row, b"") + result
+            elif kind == PIECE and offset in (0, len(pieces.get(row, b""))):
+                pieces[row] = pieces.get(row, b"")[:offset] + result
         self.begun |= {row: one for row, one in pieces.items() if len(one) > len(self.begun.get(row, b""))}
         self.begun = {row: one for row, one in self.begun.items() if row not in self.known}
 

@@ -30,7 +30,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -82,12 +81,16 @@ class Attempt:
             dead = list(self._dead(others))
             for path in dead:
                 self._learn(path)
+            process = this_process()
             self._note(
                 {
                     "suspects": {step: sorted(rows) for step, rows in self.suspects.items()},
                     "quarantined": self.quarantined,
                     "lost_reads": self.lost_reads,
-                    **_self(),
+                    # By these a later attempt finds out whether this process still runs.
+                    "machine": process.machine,
+                    "pid": process.pid,
+                    "started": process.created,
                 }
             )
             # The log gets its name only now that its first line is written. A log without that line does not tell its
@@ -247,28 +250,28 @@ class Attempts:
         self.elsewhere = False
         "Whether rows are scored in another process."
         self._times = times
-        self._all: list[Attempt] = []
-        self._starts = [0]
+        self._open: dict[int, Attempt] = {}
+        "The chunks in work, by the number of their first row, ascending; so are the next three."
         self._rows: dict[int, set[int]] = {}
         "The rows of each chunk that its log has as running."
         self._steps: dict[int, AbstractContextManager[None]] = {}
         self._tokens: dict[int, int] = {}
+        self._next = 0
         self.join(attempts)
 
     def join(self, attempts: Sequence[Attempt]) -> int:
         """Add chunks; return the number of their first row."""
-        first = self._starts[-1]
-        self._all += attempts
-        self._starts += list(accumulate((one.rows for one in attempts), initial=first))[1:]
+        first = self._next
+        for one in attempts:
+            self._open[self._next] = one
+            self._next += one.rows
         return first * self._times
 
     @property
-    def suspects(self) -> dict[Step, set[int]]:
+    def suspects(self) -> set[int]:
         """The rows that must be alone when they are scored."""
-        found = [
-            start + row for start, one in zip(self._starts, self._all, strict=False) for row in one.suspects["score"]
-        ]
-        return {"score": {row * self._times + one for row in found for one in range(self._times)}}
+        found = [first + row for first, one in self._open.items() for row in one.suspects["score"]]
+        return {row * self._times + one for row in found for one in range(self._times)}
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int]) -> Iterator[None]:
@@ -281,8 +284,8 @@ class Attempts:
 
     def close(self) -> None:
         """End the running steps, without a line in the logs."""
-        for number in [*self._steps]:
-            self._leave(number)
+        for first in [*self._steps]:
+            self._end_step(first)
 
     def now(self, rows: Sequence[int], tokens: Mapping[int, int] | None = None) -> None:
         """Log in each chunk's log which of its rows are scored from now on; the time limit of new ones begins.
@@ -293,54 +296,61 @@ class Attempts:
         if tokens is not None:
             self._tokens = {}
             for row, count in tokens.items():
-                number = bisect_right(self._starts, row // self._times) - 1
-                self._tokens[number] = self._tokens.get(number, 0) + count
-        for number in self._rows.keys() - own.keys():  # a later death is not due to its rows
-            self._leave(number)
-            self._all[number].idle()
-        for number, some in own.items():
-            count = self._tokens.get(number, 0)
-            if number in self._steps and self._rows[number].issuperset(some):
-                self._all[number].narrow(some, count)
+                first = self._first_of(row // self._times)
+                self._tokens[first] = self._tokens.get(first, 0) + count
+        for first in self._rows.keys() - own.keys():  # a later death is not due to its rows
+            self._end_step(first)
+            self._open[first].idle()
+        for first, some in own.items():
+            count = self._tokens.get(first, 0)
+            if first in self._steps and self._rows[first].issuperset(some):
+                self._open[first].narrow(some, count)
             else:
-                self._leave(number)
+                self._end_step(first)
                 step: Step = "elsewhere" if self.elsewhere else "score"
-                self._steps[number] = self._all[number].running(step, some, len(rows), count)
-                self._steps[number].__enter__()
-        self._rows = {number: set(some) for number, some in own.items()}
+                self._steps[first] = self._open[first].running(step, some, len(rows), count)
+                self._steps[first].__enter__()
+        self._rows = {first: set(some) for first, some in own.items()}
 
-    def leave(self, number: int) -> None:
-        """Forget the chunk with this number, in the order of `join`, whose attempt is about to end."""
-        self._leave(number)
-        self._rows.pop(number, None)
-        self._tokens.pop(number, None)
+    def leave(self, first: int) -> None:
+        """Forget the chunk with this first row, whose attempt is about to end."""
+        first //= self._times
+        self._end_step(first)
+        del self._open[first]
+        self._rows.pop(first, None)
+        self._tokens.pop(first, None)
 
-    def _leave(self, number: int) -> None:
-        if (step := self._steps.pop(number, None)) is not None:
+    def _end_step(self, first: int) -> None:
+        if (step := self._steps.pop(first, None)) is not None:
             step.__exit__(None, None, None)
 
     def count(self, rows: Sequence[int]) -> None:
         """Log that these rows are known from an earlier attempt: they count as progress."""
-        for number, some in self._split(rows).items():
-            with self._all[number].running("score", some):
+        for first, some in self._split(rows).items():
+            with self._open[first].running("score", some):
                 pass
-            self._all[number].idle()
+            self._open[first].idle()
 
     def advance(self) -> None:
         """Count the time limit of the running step from now."""
-        for number in self._rows:
-            self._all[number].advance()
+        for first in self._rows:
+            self._open[first].advance()
 
     def idle(self) -> None:
         """Log that no step is running."""
         self.now([])
 
+    def _first_of(self, row: int) -> int:
+        """Return the number of the first row of the chunk that has this row."""
+        firsts = [*self._open]
+        return firsts[bisect_right(firsts, row) - 1]
+
     def _split(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the rows of each chunk, as the chunk numbers them."""
         own: dict[int, list[int]] = {}
         for row in sorted({row // self._times for row in rows}):
-            number = bisect_right(self._starts, row) - 1
-            own.setdefault(number, []).append(row - self._starts[number])
+            first = self._first_of(row)
+            own.setdefault(first, []).append(row - first)
         return own
 
 
@@ -403,12 +413,6 @@ def _reason(step: Step, trace: Path) -> str:
     hung = trace.exists() and trace.stat().st_size > 0
     reason = "timeout: gave no answer, twice" if hung else "killed_process: twice"
     return f"{reason}, while it was tokenized" if step == "tokenize" else reason
-
-
-def _self() -> dict[str, Any]:
-    """Return the data by which a later attempt finds out whether this process still runs."""
-    process = this_process()
-    return {"machine": process.machine, "pid": process.pid, "started": process.created}
 
 
 def _is_running(attempt: Path) -> bool | None:

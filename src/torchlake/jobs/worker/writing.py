@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,22 +28,6 @@ NOTE_S = 1.0
 "Seconds between two notes of progress."
 
 
-class WrittenRows(Protocol):
-    """The rows of a chunk that are written."""
-
-    @property
-    def count(self) -> int:
-        """The number of rows of the chunk."""
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The numbers of the rows that are written, (N,) int64."""
-
-    @property
-    def features(self) -> Features:
-        """Their inputs."""
-
-
 class Writing:
     """The texts of chunks whose rows are in one writer, numbered from chunk to chunk, as `attempts` numbers them.
 
@@ -57,34 +41,31 @@ class Writing:
         self.begun: dict[int, Text] = {}
         "What earlier attempts have written of others."
         self._location, self._attempts = location, attempts
-        self._starts: list[int] = []
-        self._journals: list[Journal | None] = []
+        self._journals: dict[int, Journal] = {}
+        "Those of the chunks in work, by the number of their first row, ascending."
         self._tokens: dict[int, int] = {}
         "How many tokens of each text this attempt has written."
-        self._kept: dict[int, int] = {}
-        "How many tokens of a row that has not ended this attempt has kept."
+        self._kept: dict[int, bytes] = {}
+        "What this attempt has kept of rows that have not ended."
         self._saved = self._noted = time.monotonic()
 
-    def enter(self, first: int, chunks: Sequence[tuple[str, WrittenRows]]) -> None:
-        """Take chunks with the names of their parts, and what their journals know; `first` is their first row."""
-        for name, one in chunks:
-            journal = Journal(self._location, name, dict(zip(one.rows.tolist(), marks(one.features), strict=True)))
-            self._starts.append(first)
-            self._journals.append(journal)
-            known = {first + row: _text(answer, self._logprobs) for row, answer in journal.known.items()}
-            self.known |= known
-            self.begun |= {first + row: _text(answer, self._logprobs) for row, answer in journal.begun.items()}
-            self._attempts.count(sorted(known))
-            first += one.count
+    def enter(self, first: int, name: str, rows: np.ndarray, features: Features) -> None:
+        """Take a chunk with the name of its part, and what its journal knows.
+
+        `first` is its first row, `rows` (N,) are those that are written, as the chunk numbers them, with their inputs.
+        """
+        journal = Journal(self._location, name, dict(zip(rows.tolist(), marks(features), strict=True)))
+        self._journals[first] = journal
+        known = {first + row: _text(answer, self._logprobs) for row, answer in journal.known.items()}
+        self.known |= known
+        self.begun |= {first + row: _text(answer, self._logprobs) for row, answer in journal.begun.items()}
+        self._attempts.count(sorted(known))
 
     def leave(self, first: int) -> None:
         """Remove the journal of the chunk with this first row: its part is written."""
-        number = self._starts.index(first)
-        journal, self._journals[number] = self._journals[number], None
-        assert journal is not None, "a chunk is left once"
-        journal.remove()
-        self._attempts.leave(number)
-        end = self._starts[number + 1] if number + 1 < len(self._starts) else math.inf
+        self._journals.pop(first).remove()
+        self._attempts.leave(first)
+        end = next((one for one in self._journals if one > first), math.inf)
         held: list[dict[int, Any]] = [self.known, self.begun, self._tokens, self._kept]
         for rows in held:
             for row in [row for row in rows if first <= row < end]:
@@ -92,10 +73,9 @@ class Writing:
 
     def close(self) -> None:
         """End the attempts at the chunks that are left; the next ones have what was kept."""
-        for journal in self._journals:
-            if journal is not None:
-                with suppress(StorageError):  # the first error is the cause
-                    journal.close()
+        for journal in self._journals.values():
+            with suppress(StorageError):  # the first error is the cause
+                journal.close()
 
     def report(self, writer: Writer, ended: Sequence[Ended]) -> None:
         """Keep the texts that have ended and, now and then, what is written of the others in the writer."""
@@ -117,23 +97,22 @@ class Writing:
 
     def _at(self, row: int) -> tuple[Journal, int]:
         """Return the journal of a row's chunk, and its number there."""
-        number = bisect_right(self._starts, row) - 1
-        journal = self._journals[number]
-        assert journal is not None, "its chunk has rows in the writer"
-        return journal, row - self._starts[number]
+        firsts = [*self._journals]
+        first = firsts[bisect_right(firsts, row) - 1]
+        return self._journals[first], row - first
 
     def _new(self, row: int, text: Text) -> int:
         """Return how many tokens of the text are of this attempt."""
         return int((text.tokens >= 0).sum()) - len(self.begun.get(row, EMPTY).tokens)
 
     def _keep(self, row: int, text: Text) -> None:
-        kept = self._kept.get(row, 0)
-        if len(text.tokens) > kept:  # not what is written again after an exception
-            journal, number = self._at(row)
-            record = _record(text, self._logprobs)
-            start = kept * len(record) // len(text.tokens)
-            journal.extend(number, start, record[start:])
-            self._kept[row] = len(text.tokens)
+        kept, record = self._kept.get(row, b""), _record(text, self._logprobs)
+        if kept.startswith(record):  # also the beginning of a row that is written again after an exception
+            return
+        start = len(kept) if record.startswith(kept) else 0  # written again, it may have become another text
+        journal, number = self._at(row)
+        journal.extend(number, start, record[start:])
+        self._kept[row] = record
 
 
 def _record(text: Text, logprobs: bool) -> bytes:

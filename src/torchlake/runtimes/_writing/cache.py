@@ -124,12 +124,6 @@ class Slots:
             for whole in (layer.keys, layer.values):
                 whole[first : first + len(sources), :, :tokens] = whole[sources, :, :tokens]
 
-    def move(self, source: int, slot: int, tokens: int) -> None:
-        """Copy the first tokens of a slot to another one."""
-        for layer in self._layers:
-            for whole in (layer.keys, layer.values):
-                whole[slot, :, :tokens] = whole[source, :, :tokens]
-
     def clean(self, slot: int) -> None:
         """Remove what is not finite from a slot."""
         for layer in self._layers:

@@ -67,21 +67,28 @@ class ChoicesWriter:
         """Answer the rows, or those of one length if padding before a prompt changes what follows."""
         try:
             first = len(next(iter(self._rows.values()))[0])
-            some = [row for row, (ids, _) in self._rows.items() if not self._one_length or len(ids) == first]
-            report(self._answer({row: self._rows.pop(row) for row in some}))
+            some = {row: own for row, own in self._rows.items() if not self._one_length or len(own[0]) == first}
+            ended = self._answer(some, report)
+            for row in some:
+                del self._rows[row]
+            report(ended)
         except BaseException:
             self._rows.clear()
             raise
 
-    def _answer(self, rows: Mapping[int, tuple[np.ndarray, GenerationOptions]]) -> list[Ended]:
+    def _answer(self, rows: Mapping[int, tuple[np.ndarray, GenerationOptions]], report: Report) -> list[Ended]:
         prompts = [ids for ids, _ in rows.values()]
         sent = padded(prompts, self._pad_id, left=not self._apart)
         ids, mask = (torch.from_numpy(each).to(self._device) for each in sent)
         with torch.inference_mode():
             logits = self._scores(ids, mask)
-            found = torch.stack([_whole(logits(one), one, self._ends) for one in self._choices], dim=1)
+            each = []
+            for one in self._choices:
+                each.append(_whole(logits(one), one, self._ends))
+                report([])  # the rows advance
+            found = torch.stack(each, dim=1).double().cpu().numpy()
         ended = []
-        for (row, (prompt, options)), scores in zip(rows.items(), found.double().cpu().numpy(), strict=True):
+        for (row, (prompt, options)), scores in zip(rows.items(), found, strict=True):
             answer = np.array([NON_FINITE], np.int32)
             if np.isfinite(scores).all():
                 drawn = draws(prompt, options)[0] if options.temperature else 0.0

@@ -80,8 +80,10 @@ class RefillingWriter:
                 return
             with torch.inference_mode():
                 done = self._admit()
-                for row in self._running:
-                    self._fill_known(row)
+                for row in self._running:  # the tokens that it got without a pass, but for the last one
+                    if len(row) - row.filled > 1:
+                        self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
+                        row.filled = len(row) - 1
                 if self._running:
                     for row, token in zip(self._running, choose(self.scores(), self._running).tolist(), strict=True):
                         row.take(token)
@@ -137,12 +139,6 @@ class RefillingWriter:
             self._running.append(row)
             self._beginnings.add(row)
 
-    def _fill_known(self, row: Row) -> None:
-        """Fill in the tokens that a row got without a pass, but for the last one, whose scores are wanted."""
-        if len(row) - row.filled > 1:
-            self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
-            row.filled = len(row) - 1
-
     def _fill(self, slot: int, tokens: Sequence[np.ndarray], offset: int) -> None:
         """Compute keys and values of tokens in the slots from `slot`, which have `offset` tokens already."""
         ids, _ = padded(tokens, 0, left=False)
@@ -182,7 +178,7 @@ class RefillingWriter:
             else:
                 self._beginnings.remove(row)
             if last is not row:
-                self._slots.move(last.slot, row.slot, last.filled)
+                self._slots.copy([last.slot], row.slot, last.filled)
                 last.slot = row.slot
                 self._running[row.slot] = last
         return done

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import decoder_start, in_words
-from torchlake.models.generation import GenerationOptions, end_tokens, language_token, settings_of
+from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import EMPTY, Report, Text
 from torchlake.runtimes._writing.choosing import choose, look_ahead
@@ -28,6 +28,8 @@ from torchlake.runtimes._writing.row import Row
 
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 "Relative to the largest logit: above rounding, below the effect of other positions."
+SEARCHED = {"cpu": 32, "cuda": 256}
+"The most beams of a batch: its rows end, and are kept, together."
 
 
 class StaticWriter:
@@ -128,13 +130,16 @@ class StaticWriter:
 
     def _batch(self) -> list[Row]:
         def likeness(row: Row) -> tuple[int, ...]:
-            alike: tuple[int, ...] = (-len(row.tokens), len(row.prompt) if self.padding_matters else 0)
+            own: tuple[int, ...] = (-len(row.tokens), len(row.prompt) if self.padding_matters else 0)
             if row.options.num_beams > 1:  # the best beam depends on how long it may be
-                alike = (*alike, row.limit)
-            return (*alike, row.number) if self.padding_matters and self._together else alike
+                own = (*own, row.limit)
+            return (*own, row.number) if self.padding_matters and self._together else own
 
         first = min(map(likeness, self._rows.values()))
-        return [row for row in self._rows.values() if likeness(row) == first]
+        alike = [row for row in self._rows.values() if likeness(row) == first]
+        beams = alike[0].options.num_beams
+        most = SEARCHED["cpu" if self._model.device.type == "cpu" else "cuda"] // beams
+        return alike if beams == 1 else alike[: max(1, most)]
 
     def _write(self, rows: Sequence[Row], report: Report) -> None:
         def tell() -> None:
@@ -169,17 +174,29 @@ class StaticWriter:
             return_dict_in_generate=True,
             output_scores=own.logprobs is not None,
         )
+        finite = _Finite(len(rows), own.num_beams, rows[0].ends[0])
+
+        def advance(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            report([])
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
         with self._without_gradients():
             sent = {name: torch.from_numpy(each).to(self._model.device) for name, each in self._inputs(rows).items()}
-            found = self._model.generate(**sent, generation_config=config, synced_gpus=self._together)
+            found = self._model.generate(
+                **sent,
+                generation_config=config,
+                logits_processor=[finite],
+                stopping_criteria=[advance],
+                synced_gpus=self._together,
+            )
             before = 1 if self._apart else sent["input_ids"].shape[1]
             logprobs: Any = [()] * len(rows)
             if own.logprobs is not None:
                 logprobs = self._model.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
-        for row, tokens, each in zip(rows, found.sequences[:, before:].tolist(), logprobs, strict=True):
-            for place, token in enumerate(tokens):
+        for number, (row, tokens) in enumerate(zip(rows, found.sequences[:, before:].tolist(), strict=True)):
+            for place, token in enumerate([NON_FINITE] if finite.bad[number] else tokens):
                 if row.reason is None:
-                    row.logprob = float(each[place]) if own.logprobs is not None else 0.0
+                    row.logprob = float(logprobs[number][place]) if own.logprobs is not None else 0.0
                     row.take(token)
             del self._rows[row.number]
         report([row.ended for row in rows])
@@ -281,3 +298,20 @@ class _Stopping(StoppingCriteria):
         look_ahead(rows)
         self.tell()
         return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
+
+
+class _Finite(LogitsProcessor):
+    """Ends the beams whose scores are not finite, so that no other one is compared to them."""
+
+    def __init__(self, rows: int, beams: int, end: int) -> None:
+        self.bad = np.zeros(rows, bool)
+        "(B,), the rows that had such scores."
+        self._beams, self._end = beams, end
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        nan = scores.amax(-1).isnan()  # they are logarithms: NaN if any logit is NaN or infinity
+        if nan.any():
+            self.bad |= nan.view(-1, self._beams).any(1).cpu().numpy()
+            scores[nan] = -torch.inf
+            scores[nan, self._end] = 0.0
+        return scores

@@ -113,7 +113,6 @@ def read_prompts(
     found, bad = chat_requests(
         texts if held else pa.array([[{"role": "user", "content": one}] for one in texts.to_pylist()]),
         None if named is None else table[str(named)].combine_chunks(),
-        add_generation_prompt=True,
         names=names_of(spec.rows) if held else None,
         system=options.system,
         options=options,

@@ -24,7 +24,7 @@ from torchlake.scoring.runtime_choice import (
     lacks_export,
     refusal,
 )
-from torchlake.scoring.worker import make_preparing_worker, make_versions_worker
+from torchlake.scoring.workers.tables import make_preparing_worker, make_versions_worker
 from torchlake.tables.chunks import RowCost
 
 log = logging.getLogger(__name__)

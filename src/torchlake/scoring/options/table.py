@@ -10,7 +10,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.errors import UsageError
 from torchlake.scoring.rows import ScoringSettings, check_prompts
-from torchlake.scoring.worker import output_schema
+from torchlake.scoring.workers.output import output_schema
 from torchlake.tables.plan import SAMPLE
 from torchlake.tasks import EXTRA, PROMPT, TEXT
 from torchlake.tasks._inputs import check_columns
