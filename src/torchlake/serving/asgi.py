@@ -6,7 +6,6 @@ A request whose client has gone is cancelled, and dropped from the queue. `host`
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import os
@@ -14,27 +13,23 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow as pa
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from torchlake import plugins
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import UsageError
 from torchlake.scoring.in_process import Model, load
-from torchlake.serving import openai, rows, tei
 from torchlake.serving.exchange import Refused, ServedRequest, as_refused, refusal, reply
-from torchlake.serving.metrics import ServerMetrics
 from torchlake.serving.options import ServeOptions
-from torchlake.tables.arrays import from_strings
-from torchlake.tasks import ANY
+from torchlake.serving.protocols import hub, openai, rows, tei
+from torchlake.serving.service import Service
 
 log = logging.getLogger("torchlake.requests")
 
@@ -47,82 +42,6 @@ HEADERS = {
     "x-inference-time": "computed_s",
 }
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(eq=False)
-class Service:
-    """A model that is served, and the state of its server."""
-
-    source: str
-    "The model folder, run or name, as it was given."
-    load: Callable[[], Model]
-    options: ServeOptions
-    model: Model = field(init=False)
-    sha: str = field(init=False)
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    draining: bool = False
-    over: bool = False
-    "Whether the time to answer accepted requests is over."
-    tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
-    "The requests in flight."
-    watching: "asyncio.Task[None] | None" = None
-    hung: str | None = None
-
-    def __post_init__(self) -> None:
-        self.take(self.load())
-
-    def take(self, model: Model) -> None:
-        """Answer the next requests with `model`, after a first row; those in flight keep theirs.
-
-        Raises DataError if the model cannot score a row.
-        """
-        kinds = plugins.load("tasks", model.spec.task).inputs
-        if ANY not in kinds.values():
-            row = {name: from_strings(["1"]) for name in model.spec.input_columns}
-            (error,) = model.score(pa.table(row), {}).table["error"].to_pylist()
-            if error is not None:
-                raise DataError(f"{self.source}: the model cannot score a row: {error}")
-        self.metrics.named(model.sha, getattr(self, "sha", None))
-        folder = Path(model.folder)
-        self.kind_of_model = tei.kind_of(folder, model.spec)
-        self.prompts = tei.prompts_of(folder) if model.spec.task == "feature_extraction" else {}
-        self.task_sha = hashlib.sha256(repr(model.spec).encode()).hexdigest()
-        self.model, self.sha = model, model.sha
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        path = Path(self.source).absolute()
-        return self.options.name or (path.parent.name if path.name == "model" and path.parent.name else path.name)
-
-    @property
-    def names(self) -> set[str]:
-        """The names by which OpenAI's clients may ask for the model."""
-        return {self.name, self.source, Path(self.source).name}
-
-    @property
-    def unhealthy(self) -> str | None:
-        """Why /health is not 200."""
-        return self.hung or ("stopping" if self.draining else None)
-
-    def ensure_watching(self) -> None:
-        """Begin to watch the model, in the event loop that runs; calls after the first do nothing."""
-        if self.hung is None and (self.watching is None or self.watching.done()):
-            self.watching = asyncio.get_running_loop().create_task(self.watch())
-
-    async def watch(self) -> None:
-        """Give up batches that take too long; look for a new model."""
-        from torchlake.serving.reload import watch_model
-
-        looking = asyncio.create_task(watch_model(self)) if self.options.reload else None
-        try:
-            while self.hung is None:
-                await asyncio.sleep(min(1.0, self.options.row_timeout / 4))
-                if self.model.batcher.abandon(self.options.row_timeout):
-                    self.hung = f"a batch was computed for more than {self.options.row_timeout:g} seconds"
-        finally:
-            if looking is not None:
-                looking.cancel()
 
 
 def app(model: str | Path, *, options: ServeOptions | None = None, **load_options: Any) -> FastAPI:
@@ -185,6 +104,7 @@ def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
     found = [
         ("/invocations", "POST", rows.invocations, rows.SCHEMA),
         *tei.routes(),
+        *hub.routes(),
         *openai.routes(),
         ("/health", "GET", _health, None),
         ("/ping", "GET", _health, None),
@@ -203,11 +123,12 @@ def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
 
 
 async def _health(request: Request) -> Response:
-    """Return 200 while the model answers, 503 while it stops or hangs."""
+    """Return 200 while the model answers, 503 while it stops or hangs; of several processes, how many serve."""
     service: Service = request.app.state.service
     if service.unhealthy is not None:
         raise Refused(503, service.unhealthy)
-    return Response(b"\n", media_type="text/plain")
+    serving, all_ = service.metrics.serving(service.options.processes), service.options.processes
+    return Response(f"{serving} of {all_} processes serve\n" if serving < all_ else "\n", media_type="text/plain")
 
 
 async def _version(request: Request) -> Response:
@@ -218,7 +139,7 @@ async def _version(request: Request) -> Response:
 async def _metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' format."""
     service: Service = request.app.state.service
-    service.metrics.queue.set(service.model.batcher.queued)
+    service.note_queue()
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -384,6 +305,7 @@ def _record(service: Service, used: ServedRequest, route: str, method: str, answ
     """Count the request and write its line: no texts, and no values of headers but the id."""
     seconds = time.perf_counter() - used.began
     service.metrics.count(route, answer.status or 500, answer.kind, used, seconds)
+    service.note_queue()
     if log.isEnabledFor(logging.INFO):
         line = {"time": round(time.time(), 3), "id": answer.own.decode(), "method": method, "route": route}
         line |= {"status": answer.status, "rows": used.rows, "tokens": used.tokens, "total_ms": round(seconds * 1e3, 2)}

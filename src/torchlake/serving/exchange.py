@@ -67,7 +67,7 @@ class ServedRequest:
         return parse_json(self.body)
 
     async def score(self, table: "pa.Table", unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> "pa.Table":
-        """Return the prediction columns of rows. Raises Refused if they are too many, or cannot be computed now."""
+        """Return the prediction columns of rows. Raises Refused if they are too many, and TimeoutError."""
         options = self.service.options
         self.rows += len(table)
         if len(table) > options.max_rows:
@@ -76,8 +76,6 @@ class ServedRequest:
             done = await self.model.ascore(table, unreadable, view, patience=options.queue_timeout)
         except RowTimeout as error:
             return self._noted(self.model.failed(len(table), str(error), view))
-        except TimeoutError as error:
-            raise Refused(503, f"{error}; try again later", kind="Overloaded") from error
         self.tokens += done.tokens
         self.reading_s += done.reading_s
         self.queued_s += done.queued_s
@@ -146,6 +144,8 @@ def as_refused(error: Exception, closed: str | None) -> Refused:
         return error
     if closed is not None:
         return Refused(503, closed)
+    if isinstance(error, TimeoutError):
+        return Refused(503, f"{error}; try again later", kind="Overloaded")
     if isinstance(error, UsageError | DataError):
         return Refused(422, str(error))
     return Refused(500, "a fault in the server" if isinstance(error, TorchlakeError) else type(error).__name__)

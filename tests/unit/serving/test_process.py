@@ -22,7 +22,7 @@ from serving_runs import Running, free_port, running, until
 from torchlake.errors import PortTaken, UsageError
 from torchlake.serving.options import ServeOptions
 from torchlake.serving.process import listen
-from torchlake.serving.reload import renew
+from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"

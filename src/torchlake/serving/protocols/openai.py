@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from torchlake.serving.exchange import Refused, ServedRequest, reply
-from torchlake.serving.tei import Body, checked, embedded, schema_of
+from torchlake.serving.protocols.texts import Body, checked, embedded, schema_of
 
 TOKENS = "send texts; in LangChain set check_embedding_ctx_length=False"
 
