@@ -11,17 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import tiny
 from serving_runs import Running, free_port, running, until
 from torchlake.errors import PortTaken, UsageError
+from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import listen
+from torchlake.serving.process import Child, _supervise, listen
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -157,51 +161,120 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         batcher._compute = compute
 
 
-def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path) -> None:
-    permit = threading.Event()
-    with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server:
-        batcher = server.service.model.batcher
-        compute, entered = batcher._compute, threading.Event()
+@dataclass
+class Stuck:
+    """One of a model's threads, whose next work waits for a permit."""
 
-        def hangs(parts: Any) -> Any:
-            entered.set()
-            permit.wait(60)
+    batcher: Batcher
+    entered: threading.Event = field(default_factory=threading.Event)
+    permit: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        compute = self.batcher._compute
+
+        def stuck(parts: Any) -> Any:
+            self.entered.set()
+            assert self.permit.wait(60)
             return compute(parts)
 
-        batcher._compute = hangs
-        answer = server.post("/invocations", {"instances": ["a", "b"]})
-        assert [row["error"] for row in answer.json()["predictions"]] == [
-            "timeout: computed for more than 0.2 seconds"
-        ] * 2
-        until(lambda: server.service.hung is not None)
+        self.batcher._compute = stuck
+
+
+THREADS = pytest.mark.parametrize(("thread", "done"), [("reader", "read"), ("batcher", "computed")])
+
+
+@THREADS
+def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path, thread: str, done: str) -> None:
+    with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server, ThreadPoolExecutor(2) as pool:
+        stuck = Stuck(getattr(server.service.model, thread))
+        answer = pool.submit(server.post, "/invocations", {"instances": ["a", "b"]})
+        assert stuck.entered.wait(30)
+        waiting = pool.submit(server.post, "/tokenize" if thread == "reader" else "/predict", {"inputs": "a"})
+        reason = f"timeout: {done} for more than 0.2 seconds"
+        assert [row["error"] for row in answer.result().json()["predictions"]] == [reason] * 2
+        assert waiting.result().status_code == 503
+        assert server.service.hung is not None
         try:
             refused = server.client.get("/health").status_code
         except httpx.HTTPError:  # it has closed its socket
             refused = 503
         assert refused == 503
         until(lambda: server.server.status == 70)
-        permit.set()
+        stuck.permit.set()
 
 
-def test_a_request_that_waits_too_long_is_refused(tiny_model: Path) -> None:
-    permit, entered = threading.Event(), threading.Event()
-    with running(tiny_model, queue_timeout=0.05) as server:
-        batcher = server.service.model.batcher
-        compute = batcher._compute
-
-        def slow(parts: Any) -> Any:
-            entered.set()
-            permit.wait(60)
-            return compute(parts)
-
-        batcher._compute = slow
-        first = threading.Thread(target=server.post, args=("/predict", {"inputs": "good"}))
-        first.start()
-        assert entered.wait(30)
+@THREADS
+def test_a_request_that_waits_too_long_is_refused(tiny_model: Path, thread: str, done: str) -> None:
+    with running(tiny_model, queue_timeout=0.05) as server, ThreadPoolExecutor(1) as pool:
+        stuck = Stuck(getattr(server.service.model, thread))
+        first = pool.submit(server.post, "/predict", {"inputs": "good"})
+        assert stuck.entered.wait(30)
         late = server.post("/predict", {"inputs": "good"})
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        permit.set()
-        first.join(30)
+        assert "--queue-timeout" in late.json()["error"]
+        stuck.permit.set()
+        assert first.result().status_code == 200
+
+
+def test_a_batch_of_the_model_before_is_watched(tiny_model: Path) -> None:
+    with running(tiny_model, row_timeout=0.2) as server, ThreadPoolExecutor(1) as pool:
+        stuck = Stuck(server.service.model.batcher)
+        before = pool.submit(server.post, "/invocations", {"instances": ["a"]})
+        assert stuck.entered.wait(30)
+        server.service.take(server.service.load())
+        assert server.post("/predict", {"inputs": "good"}).status_code in (200, 503)
+        assert before.result().json()["predictions"][0]["error"] == "timeout: computed for more than 0.2 seconds"
+        until(lambda: server.server.status == 70)
+        stuck.permit.set()
+
+
+def test_a_lost_device_ends_the_server(tiny_model: Path) -> None:
+    with running(tiny_model) as server:
+
+        def lost(parts: Any) -> Any:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        server.service.model.batcher._compute = lost
+        refused = server.post("/predict", {"inputs": "good"})
+        assert (refused.status_code, refused.json()["error_type"]) == (503, "Unhealthy")
+        assert "The device is lost" in refused.json()["error"]
+        until(lambda: server.server.status == 70)
+
+
+def shell(*commands: str) -> Any:
+    """A function that starts a child: each time with the next command of the shell."""
+    left = list(commands)
+
+    def start(child: Child) -> None:
+        child.process = subprocess.Popen(["sh", "-c", left.pop(0) if len(left) > 1 else left[0]])
+        child.began = time.monotonic()
+
+    return start
+
+
+def test_a_process_that_ends_is_started_again_and_the_others_serve(tmp_path: Path) -> None:
+    children, stopping = [Child(1), Child(2)], []
+    start = shell("exec sleep 60", "exit 9", "exit 65", "exec sleep 60")  # the second one fails twice
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(_supervise, children, start, stopping, str(tmp_path))
+        until(lambda: children[1].failed == 2 and children[1].process is not None)
+        first, second = (child.process for child in children)
+        assert first is not None
+        assert second is not None
+        assert first.poll() is None
+        stopping.append(signal.SIGTERM)
+        for process in (first, second):
+            process.terminate()
+        assert code.result(30) == 128 + signal.SIGTERM
+
+
+def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path) -> None:
+    one = Child(1)
+    assert _supervise([one, Child(2)], shell("exec sleep 60", "exit 65"), [], str(tmp_path)) == 65
+    assert one.process is not None
+    one.process.kill()
+    one.process.wait()
+    assert _supervise([Child(1), Child(2)], shell("exit 9"), [], str(tmp_path)) == 9
 
 
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
