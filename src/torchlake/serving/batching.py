@@ -46,12 +46,10 @@ class Call:
         return self._next == 0 and not self._pieces
 
     def take(self, room: int, *, at_least: int) -> np.ndarray:
-        """Return the next rows (B,) that cost at most `room`, longest first, but `at_least` one of them."""
-        if self._next == 0 and self.tokens <= room:
-            self._next, self.queued_tokens = len(self.costs), 0
-            return np.arange(len(self.costs))
+        """Return the next rows (B,) that cost at most `room`, longest first if not all do, but `at_least` so many."""
         if self._order is None:
-            self._order = np.argsort(-self.costs, kind="stable")
+            whole = self.tokens <= room
+            self._order = np.arange(len(self.costs)) if whole else np.argsort(-self.costs, kind="stable")
         left = self._order[self._next :]
         fitting = int(np.searchsorted(self.costs[left].cumsum(), room, side="right"))
         rows = left[: max(at_least, fitting)]

@@ -11,8 +11,11 @@ import logging
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -51,12 +54,11 @@ class Connection(HttpToolsProtocol):
         most = 2 * self._options.max_requests
         if len(self.connections) > most:
             self._refuse(503, f"the server has {most:,} connections")
-        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
+        self._wait(self._slow)
 
     def on_message_begin(self) -> None:
         self._received, self._complete = 0, False
-        self._stop_waiting()
-        self._late = self.loop.call_later(self._options.read_timeout, self._slow)
+        self._wait(self._slow)
         super().on_message_begin()
 
     def data_received(self, data: bytes) -> None:
@@ -64,7 +66,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
             # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
-            self._late = self.loop.call_later(self._options.read_timeout, self.transport.close)
+            self._wait(self.transport.close)
         self._ended = False
         super().data_received(data)
         if self._complete or self.transport.is_closing():
@@ -76,7 +78,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._complete = True
-        self._stop_waiting()
+        self._wait(None)
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
             self._too_large()
         elif not self.transport.is_closing():
@@ -92,33 +94,27 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._wait(None)
         super().connection_lost(exc)
 
     def _slow(self) -> None:
         if not self.transport.is_closing():
             self._refuse(408, f"the headers did not arrive within {self._options.read_timeout:g} seconds")
 
-    def _stop_waiting(self) -> None:
+    def _wait(self, late: Callable[[], None] | None) -> None:
+        """Call `late` after the time to read, in place of what was to be called before."""
         if self._late is not None:
             self._late.cancel()
-            self._late = None
+        self._late = None if late is None else self.loop.call_later(self._options.read_timeout, late)
 
     def _too_large(self) -> None:
         self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        body = b'{"error":"%s","error_type":"%s"}' % (
-            message.encode(),
-            b"Overloaded" if status == 503 else b"Validation",
-        )
-        names = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
-            status,
-            names[status],
-            len(body),
-        )
-        self.transport.write(head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body)
+        body = f'{{"error":"{message}","error_type":"{"Overloaded" if status == 503 else "Validation"}"}}'
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+        self.transport.write(f"{head}{body}".encode())
         self.transport.close()
 
     @property
@@ -188,8 +184,9 @@ class ServerProcess(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: at a signal, or because the model hangs."""
         self.service.ensure_watching()
-        if self.watched and counter % 10 == 0:
-            faulthandler.dump_traceback_later(max(LOOP_S, self.service.options.row_timeout), exit=True)
+        if self.watched and counter % 10 == 0 and sys.__stderr__ is not None:
+            seconds = max(LOOP_S, self.service.options.row_timeout)
+            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
         if self._renew and (self._renewing is None or self._renewing.done()):
             self._renew, self._renewing = False, asyncio.create_task(renew(self.service))
         if self.service.hung is not None and not self.should_exit:

@@ -5,10 +5,12 @@ A message says which row and field, and never repeats what was sent.
 
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 
 from torchlake.errors import DataError, TorchlakeError, UsageError
@@ -31,6 +33,10 @@ MLFLOW = {
 OPENAI = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
 
+Route = tuple[str, str, Callable[[Request], Awaitable[Response]], Any]
+"Path, method, handler, and the content of the body in OpenAPI's form; None: no body."
+
+
 class Refused(Exception):
     """A request is not answered; `status`, `kind` (TEI's), `field` and `code` (OpenAI's) say why to programs."""
 
@@ -48,6 +54,11 @@ class ServedRequest:
 
     service: "Service"
     model: Model
+    id: bytes
+    status: int = 0
+    "That of the answer, once it has begun; `complete`: once it has ended; `kind`: TEI's name of its error."
+    kind: str = "Validation"
+    complete: bool = False
     body: bytes = b""
     content_type: str = ""
     began: float = field(default_factory=time.perf_counter)

@@ -48,18 +48,18 @@ class ServerMetrics:
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         return len(list(Path(folder).glob("gauge_livesum_*.db"))) if folder else started
 
-    def count(self, route: str, status: int, kind: str, used: "ServedRequest", seconds: float) -> None:
-        """Count one request; `route` and `kind` have few values."""
+    def count(self, route: str, used: "ServedRequest", seconds: float) -> None:
+        """Count one request; `route` and the kind of its error have few values."""
         self.requests.labels(route).inc()
-        if status < 400:
+        if 0 < used.status < 400:
             self.success.labels(route).inc()
         else:
-            self.failure.labels(kind).inc()
+            self.failure.labels(used.kind).inc()
         self.seconds[""].observe(seconds)
         if used.rows:
-            for name in ("tokenization_", "queue_", "inference_"):
-                part = {"tokenization_": used.reading_s, "queue_": used.queued_s, "inference_": used.computed_s}[name]
-                self.seconds[name].observe(part)
+            self.seconds["tokenization_"].observe(used.reading_s)
+            self.seconds["queue_"].observe(used.queued_s)
+            self.seconds["inference_"].observe(used.computed_s)
             rows, tokens = used.model.batcher.last_batch
             self.batch_rows.observe(rows)
             self.batch_tokens.observe(tokens)

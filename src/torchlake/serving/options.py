@@ -28,9 +28,9 @@ class ServeOptions:
     max_queued_tokens: int = 131_072
     "Tokens in the queue from which on further requests get 429."
     queue_timeout: float = 30.0
-    "Seconds that a request waits in the queue before it gets 503."
+    "Seconds that a request waits in queues before it gets 503."
     row_timeout: float = 600.0
-    "Seconds of a batch after which its rows are errors, and the process ends with exit code 70."
+    "Seconds of reading rows, or of a batch, after which they are errors, and the process ends with exit code 70."
     read_timeout: float = 10.0
     "Seconds in which the headers and the body of a request have to arrive."
     drain_delay: float = 0.0

@@ -8,17 +8,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,11 +29,12 @@ from torchlake import plugins
 from torchlake.engines import make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import PortTaken, TorchlakeError, UsageError
-from torchlake.logs import log_to_stderr
+from torchlake.logs import LEVEL
 from torchlake.models import folders
 from torchlake.models.load import load_spec
-from torchlake.processes.environment import thread_variables
-from torchlake.processes.hardware import cores
+from torchlake.processes.children import Children
+from torchlake.processes.environment import local_environment
+from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import noted_signals
 from torchlake.processes.serialization import pack, unpack
 from torchlake.redaction import redacted
@@ -55,9 +57,9 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
         tl.serve("runs/reviews/model", options=tl.serving.ServeOptions(port=8080))
 
     `load_options` are those of `load`. `engine=tl.Ray(...)` deploys the same app with Ray Serve, and returns when it is
-    stopped. 0: everything was answered; 70: a batch took longer than `row_timeout`, and a supervisor should start the
-    server again; 128 + signal: a second signal, or requests without an answer after `drain_timeout`. Raises PortTaken,
-    UsageError for a model that writes text, and the errors of `load`.
+    stopped. 0: everything was answered; 70: rows took longer than `row_timeout`, or the device is lost, and a
+    supervisor should start the server again; 128 + signal: a second signal, or requests without an answer after
+    `drain_timeout`. Raises PortTaken, UsageError for a model that writes text, and the errors of `load`.
     """
     options = options or ServeOptions()
     if engine is not None and engine != "local" and not isinstance(engine, Local):
@@ -70,24 +72,11 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
         return run(app(model, options=options, **load_options), listener)
 
 
-def run_shared() -> None:
-    """Serve in this process, as one of several on a port; what to serve arrives on standard input."""
-    model, options, load_options, level = unpack(sys.stdin.buffer.read())
-    log_to_stderr(level)
-    try:
-        application = app(model, options=options, **load_options)
-        # Only now: the system would give it connections while it loads the model.
-        with listen(options.host, options.port, shared=True) as listener:
-            code = run(application, listener)
-    except TorchlakeError as error:
-        print(redacted(f"error: {error}"), file=sys.stderr)
-        code = error.exit_code
-    sys.exit(code)
-
-
 def run(application: FastAPI, listener: socket.socket) -> int:
     """Run an app on an open socket until a signal; return the exit code."""
-    _allow_many_files()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # each connection is an open file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most if most != resource.RLIM_INFINITY else 65536, most))
     host, port = listener.getsockname()[:2]
     server = ServerProcess(application)
     service = server.service
@@ -145,102 +134,91 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return made
 
 
-@dataclass
-class Child:
-    """One of several processes on a port."""
-
-    number: int
-    process: "subprocess.Popen[bytes] | None" = None
-    began: float = 0.0
-    failed: int = 0
-    "How often it has ended soon after its start, without lasting in between."
-    due: float = 0.0
-    "When it is started."
-
-
 def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
     """Serve in several processes on one port; start one again that ends by itself."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UsageError("processes: this system cannot share a port among processes; use 1")
     with listen(options.host, options.port) as probe:  # another server on this port would share it, too
         port = probe.getsockname()[1]
-    children = [Child(number) for number in range(1, options.processes + 1)]
-    stopping: list[int] = []
+    payload = pack(_serve_shared, os.fspath(model), replace(options, port=port), load_options)
+    level, devices = logging.getLevelName(logging.getLogger("torchlake").getEffectiveLevel()), gpus()
+    signals: list[int] = []
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda sig, frame: signals.append(sig)) for each in handled}
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics,
+            Children(grace_s=options.drain_timeout + 1) as children,
+        ):
 
-    def tell(sig: int, frame: Any) -> None:
-        if sig != signal.SIGHUP:
-            stopping.append(sig)
-        for child in children:
-            if child.process is not None:
-                child.process.send_signal(sig)
+            def start(number: int) -> None:
+                own = [devices[number % len(devices)]] if devices else None
+                more = {LEVEL: level, "PROMETHEUS_MULTIPROC_DIR": metrics}
+                children.start(number, "rank", payload, local_environment(options.processes, own, more))
 
-    before = {each: signal.signal(each, tell) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    with tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics:
-        threads = thread_variables(max(1, cores() // options.processes))
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": metrics, **threads}
-        command = [sys.executable, "-c", "from torchlake.serving.process import run_shared; run_shared()"]
-        level = logging.getLogger("torchlake").getEffectiveLevel()
-        message = pack(os.fspath(model), replace(options, port=port), load_options, level)
-
-        def start(child: Child) -> None:
-            made = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE)
-            assert made.stdin is not None, "a pipe"
-            with contextlib.suppress(BrokenPipeError), made.stdin:
-                made.stdin.write(message)
-            child.process, child.began = made, time.monotonic()
-
-        try:
-            return _supervise(children, start, stopping, metrics)
-        finally:
-            for child in children:
-                if child.process is not None:
-                    child.process.kill()
-                    child.process.wait()
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            return _supervise(children, start, options.processes, signals, metrics)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
-def _supervise(children: list[Child], start: Callable[[Child], None], stopping: list[int], metrics: str) -> int:
-    """Start the processes, and again those that end by themselves; return the worst exit code.
+def _serve_shared(model: str, options: ServeOptions, load_options: dict[str, Any]) -> None:
+    """Serve in this process, as one of several on a port, and end it."""
+    try:
+        application = app(model, options=options, **load_options)
+        # Only now: the system would give it connections while it loads the model.
+        with listen(options.host, options.port, shared=True) as listener:
+            code = run(application, listener)
+    except TorchlakeError as error:
+        print(redacted(f"error: {error}"), file=sys.stderr)
+        code = error.exit_code
+    logging.shutdown()
+    os._exit(code)
+
+
+def _supervise(
+    children: Children, start: Callable[[int], None], processes: int, signals: list[int], metrics: str
+) -> int:
+    """Start the processes, and again those that end by themselves; return the worst exit code after a signal.
 
     Ends also if none of them can be started, or the first start of one fails for good.
     """
-    worst = 0
+    due: dict[int, float] = dict.fromkeys(range(processes), 0.0)
+    began: dict[int, float] = {}
+    again: set[int] = set()
+    failed = dict.fromkeys(due, 0)  # how often a process has ended soon after its start, without lasting in between
+    worst, stopping = 0, False
     while True:
-        now = time.monotonic()
-        for child in children:
-            if child.process is None:
-                if now >= child.due and not stopping:
-                    start(child)
-                continue
-            code = child.process.poll()
-            if code is None:
-                continue
-            first = child.due == 0
-            mark_process_dead(child.process.pid, metrics)  # type: ignore[no-untyped-call]
-            child.process = None
-            code = 128 - code if code < 0 else code
-            if stopping:
-                worst = max(worst, code)
-                continue
-            child.failed = 0 if now - child.began > LASTS_S else child.failed + 1
-            if (first and code in PERMANENT) or all(one.process is None and one.failed for one in children):
-                return code
-            wait = min(2.0**child.failed - 1, LONGEST_WAIT_S)
-            child.due = now + wait
-            log.warning("process %d ended with %d; it is started again in %.0f seconds", child.number, code, wait)
-        if stopping and all(child.process is None for child in children):
+        while signals:
+            stopping = stopping or signals[0] != signal.SIGHUP
+            children.signal(signals.pop(0))
+        if stopping and len(due) == processes:
             return worst
-        time.sleep(TICK_S)
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files, of which each connection is one, as far as this user may."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
+        now = time.monotonic()
+        for number in [number for number, when in due.items() if when <= now and not stopping]:
+            del due[number]
+            began[number] = now
+            start(number)
+        try:
+            child, kind, value = children.events.get(timeout=TICK_S)
+        except Empty:
+            continue
+        if kind == "error":
+            log.error("process %d: %s", child.number + 1, unpack(value).traceback)
+        if kind != "exit":
+            continue
+        mark_process_dead(child.pid, metrics)  # type: ignore[no-untyped-call]
+        code, number = (128 - value if value < 0 else value), child.number
+        failed[number] = 0 if time.monotonic() - began[number] > LASTS_S else failed[number] + 1
+        wait = min(2.0 ** failed[number] - 1, LONGEST_WAIT_S)
+        due[number] = time.monotonic() + wait
+        if stopping:
+            worst = max(worst, code)
+            continue
+        if (number not in again and code in PERMANENT) or (len(due) == processes and all(failed.values())):
+            return code
+        again.add(number)
+        log.warning("process %d ended with %d; it is started again in %.0f seconds", number + 1, code, wait)
 
 
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:

@@ -22,10 +22,13 @@ import torch
 
 import tiny
 from serving_runs import Running, free_port, running, until
+from torchlake.cli.commands import try_model
 from torchlake.errors import PortTaken, UsageError
+from torchlake.processes.children import Children
+from torchlake.processes.serialization import pack
 from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import Child, _supervise, listen
+from torchlake.serving.process import _supervise, listen
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -209,9 +212,10 @@ def test_a_request_that_waits_too_long_is_refused(tiny_model: Path, thread: str,
         stuck = Stuck(getattr(server.service.model, thread))
         first = pool.submit(server.post, "/predict", {"inputs": "good"})
         assert stuck.entered.wait(30)
-        late = server.post("/predict", {"inputs": "good"})
-        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        assert "--queue-timeout" in late.json()["error"]
+        for path in ["/predict", "/tokenize"][: 2 if thread == "reader" else 1]:
+            late = server.post(path, {"inputs": "good"})
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+            assert "--queue-timeout" in late.json()["error"]
         stuck.permit.set()
         assert first.result().status_code == 200
 
@@ -241,40 +245,30 @@ def test_a_lost_device_ends_the_server(tiny_model: Path) -> None:
         until(lambda: server.server.status == 70)
 
 
-def shell(*commands: str) -> Any:
-    """A function that starts a child: each time with the next command of the shell."""
-    left = list(commands)
-
-    def start(child: Child) -> None:
-        child.process = subprocess.Popen(["sh", "-c", left.pop(0) if len(left) > 1 else left[0]])
-        child.began = time.monotonic()
-
-    return start
-
-
 def test_a_process_that_ends_is_started_again_and_the_others_serve(tmp_path: Path) -> None:
-    children, stopping = [Child(1), Child(2)], []
-    start = shell("exec sleep 60", "exit 9", "exit 65", "exec sleep 60")  # the second one fails twice
-    with ThreadPoolExecutor(1) as pool:
-        code = pool.submit(_supervise, children, start, stopping, str(tmp_path))
-        until(lambda: children[1].failed == 2 and children[1].process is not None)
-        first, second = (child.process for child in children)
-        assert first is not None
-        assert second is not None
-        assert first.poll() is None
-        stopping.append(signal.SIGTERM)
-        for process in (first, second):
-            process.terminate()
+    calls: list[Any] = [(time.sleep, 60), (os._exit, 9), (os._exit, 65), (time.sleep, 60)]  # the second one fails twice
+    started, signals = [], []
+
+    def start(number: int) -> None:
+        started.append(number)
+        children.start(number, "rank", pack(*calls[len(started) - 1]), os.environ)
+
+    with Children() as children, ThreadPoolExecutor(1) as pool:
+        code = pool.submit(_supervise, children, start, 2, signals, str(tmp_path))
+        until(lambda: len(started) == 4)
+        assert (started, code.done()) == ([0, 1, 1, 1], False)
+        signals.append(signal.SIGTERM)
         assert code.result(30) == 128 + signal.SIGTERM
 
 
-def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path) -> None:
-    one = Child(1)
-    assert _supervise([one, Child(2)], shell("exec sleep 60", "exit 65"), [], str(tmp_path)) == 65
-    assert one.process is not None
-    one.process.kill()
-    one.process.wait()
-    assert _supervise([Child(1), Child(2)], shell("exit 9"), [], str(tmp_path)) == 9
+@pytest.mark.parametrize("calls", [[(time.sleep, 60), (os._exit, 65)], [(os._exit, 65), (os._exit, 65)]])
+def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path, calls: list[Any]) -> None:
+    with Children() as children:
+
+        def start(number: int) -> None:
+            children.start(number, "rank", pack(*calls[number]), os.environ)
+
+        assert _supervise(children, start, 2, [], str(tmp_path)) == 65
 
 
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -331,6 +325,8 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) ->
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="try is for this machine"):
+        try_model("a model", {"host": "0.0.0.0"}, {})
     with pytest.raises(UsageError, match="max_body"):
         _ = ServeOptions(max_body="large").body_bytes
 

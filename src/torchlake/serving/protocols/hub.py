@@ -8,17 +8,8 @@ from starlette.responses import Response
 
 from torchlake.errors import UsageError
 from torchlake.serving.exchange import Refused, ServedRequest, reply
-from torchlake.serving.protocols.tei import EmbedBody, SimilarityBody, embedding_reply, similarity_reply
-from torchlake.serving.protocols.texts import (
-    Body,
-    TruncatingBody,
-    checked,
-    classes_of,
-    rows_of,
-    schema_of,
-    scored,
-    view_of,
-)
+from torchlake.serving.protocols.tei import EmbedBody, SimilarityBody, embed, similarity
+from torchlake.serving.protocols.texts import Body, TruncatingBody, checked, classes_of, rows_of, scored, view_of
 
 
 class RootBody(TruncatingBody):
@@ -64,19 +55,14 @@ class AnswerParameters(Body):
     no_answer: bool | None = Field(None, alias="handle_impossible_answer")
 
 
-def routes() -> list[tuple[str, str, Any, Any]]:
-    """Return path, method, handler and schema of the body of the route."""
-    return [("/", "POST", root, schema_of(RootBody))]
-
-
 async def root(request: Request) -> Response:
     """Answer as Hugging Face's InferenceClient expects it of the model's task."""
     used: ServedRequest = request.scope["torchlake"]
     given, task = used.json(), used.model.spec.task
     if task == "feature_extraction":
         if isinstance(given, dict) and isinstance(given.get("inputs"), dict):
-            return await similarity_reply(used, checked(SimilarityBody, given))
-        return await embedding_reply(used, checked(EmbedBody, given))
+            return reply(await similarity(used, checked(SimilarityBody, given)))
+        return reply(await embed(used, checked(EmbedBody, given)))
     body = checked(RootBody, given)
     answer, kind = {
         "token_classification": (_spans, SpanParameters),

@@ -13,7 +13,7 @@ from torchlake.config.model_files.embedding import PROMPTS, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.scoring.rank import score_column
-from torchlake.serving.exchange import Refused, ServedRequest, reply
+from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
 from torchlake.serving.protocols.texts import (
     Body,
     TruncatingBody,
@@ -23,8 +23,8 @@ from torchlake.serving.protocols.texts import (
     labels_of,
     matrix_of,
     prompt_of,
+    route,
     rows_of,
-    schema_of,
     scored,
     view_of,
 )
@@ -71,44 +71,36 @@ class TokenizeBody(Body):
     prompt_name: str | None = None
 
 
-def routes() -> list[tuple[str, str, Any, Any]]:
-    """Return path, method, handler and schema of the body of each route."""
-    posted: list[tuple[str, Any, type[Body]]] = [
-        ("/predict", predict, PredictBody),
-        ("/embed", embed, EmbedBody),
-        ("/rerank", rerank, RerankBody),
-        ("/similarity", similarity, SimilarityBody),
-        ("/tokenize", tokenize, TokenizeBody),
+def routes() -> list[Route]:
+    """Return the routes."""
+    return [
+        ("/info", "GET", info, None),
+        route("/predict", PredictBody, predict),
+        route("/embed", EmbedBody, embed),
+        route("/rerank", RerankBody, rerank),
+        route("/similarity", SimilarityBody, similarity),
+        route("/tokenize", TokenizeBody, tokenize),
     ]
-    return [("/info", "GET", info, None), *((path, "POST", handler, schema_of(body)) for path, handler, body in posted)]
 
 
-async def predict(request: Request) -> Response:
+async def predict(used: ServedRequest, body: PredictBody) -> Any:
     """Return each class with its score, best first: of one text a list, of a batch a list of lists."""
-    used: ServedRequest = request.scope["torchlake"]
-    body = checked(PredictBody, used.json())
     rows, single = rows_of(used.model.spec, body.inputs)
     answers = await classes_of(used, rows, view_of(used, body, raw=body.raw_scores))
-    return reply(answers[0] if single else answers)
+    return answers[0] if single else answers
 
 
-async def embed(request: Request) -> Response:
+async def embed(used: ServedRequest, body: EmbedBody) -> Any:
     """Return a vector for each text."""
-    used: ServedRequest = request.scope["torchlake"]
-    return await embedding_reply(used, checked(EmbedBody, used.json()))
-
-
-async def embedding_reply(used: ServedRequest, body: EmbedBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     normalize, size = body.normalize is not False, body.dimensions
     name = body.prompt_name
-    return reply(await embedded(used, texts, "inputs", body, normalize=normalize, dimensions=size, prompt_name=name))
+    return await embedded(used, texts, "inputs", body, normalize=normalize, dimensions=size, prompt_name=name)
 
 
-async def rerank(request: Request) -> Response:
+async def rerank(used: ServedRequest, body: RerankBody) -> Any:
     """Return the texts' positions and scores for a query, best first."""
-    used: ServedRequest = request.scope["torchlake"]
-    body, spec = checked(RerankBody, used.json()), used.model.spec
+    spec = used.model.spec
     try:
         column = score_column(spec, None, used.service.name)
     except UsageError as error:
@@ -122,16 +114,11 @@ async def rerank(request: Request) -> Response:
         scores = 1 / (1 + np.exp(-scores))
     texts = [{"text": text} for text in body.texts] if body.return_text else [{}] * len(rows)
     order = np.argsort(-scores, kind="stable").tolist()
-    return reply([{"index": at, "score": float(scores[at]), **texts[at]} for at in order])
+    return [{"index": at, "score": float(scores[at]), **texts[at]} for at in order]
 
 
-async def similarity(request: Request) -> Response:
+async def similarity(used: ServedRequest, body: SimilarityBody) -> Any:
     """Return the cosine of each sentence with the source sentence."""
-    used: ServedRequest = request.scope["torchlake"]
-    return await similarity_reply(used, checked(SimilarityBody, used.json()))
-
-
-async def similarity_reply(used: ServedRequest, body: SimilarityBody) -> Response:
     source, sentences = body.inputs.get("source_sentence"), body.inputs.get("sentences")
     if not isinstance(source, str) or not isinstance(sentences, list) or not sentences:
         raise Refused(
@@ -139,19 +126,17 @@ async def similarity_reply(used: ServedRequest, body: SimilarityBody) -> Respons
         )
     options = checked(EmbedBody, {"inputs": "", **(body.parameters or {})})
     vectors = await embedded(used, [source, *sentences], "inputs", options, prompt_name=options.prompt_name)
-    return reply((vectors[1:] @ vectors[0]).astype(np.float32))
+    return (vectors[1:] @ vectors[0]).astype(np.float32)
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(used: ServedRequest, body: TokenizeBody) -> Any:
     """Return the tokens of each text, with their places in it."""
-    used: ServedRequest = request.scope["torchlake"]
-    body = checked(TokenizeBody, used.json())
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if len(texts) > used.service.options.max_rows:
         raise Refused(422, f"inputs: {len(texts):,} texts; the limit is {used.service.options.max_rows:,} (--max-rows)")
     prompt = prompt_of(used, body.prompt_name) or ""
     texts, patience = [prompt + text for text in texts], used.service.options.queue_timeout
-    return reply(await used.model.tokens(texts, special=body.add_special_tokens, patience=patience))
+    return await used.model.tokens(texts, special=body.add_special_tokens, patience=patience)
 
 
 async def info(request: Request) -> Response:

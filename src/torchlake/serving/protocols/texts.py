@@ -1,20 +1,22 @@
 """What the routes of texts share: bodies that are checked, texts as rows, and classes and vectors as arrays.
 
-For a model of pairs `["a", "b"]` is one pair and `[["a", "b"], ...]` a batch; for a model of single texts a flat list is
-a batch. Text that cannot be scored refuses the request; `/invocations` answers row by row.
+For a model of pairs `["a", "b"]` is one pair and `[["a", "b"], ...]` a batch; for a model of single texts a flat list
+is a batch. Text that cannot be scored refuses the request; `/invocations` answers row by row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.responses import Response
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.scoring.in_process import CallOptions
-from torchlake.serving.exchange import Refused, ServedRequest
+from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
 from torchlake.serving.protocols.rows import as_texts
 
 
@@ -24,9 +26,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
 
-Checked = TypeVar("Checked", bound=Body)
-
-
+REASONS = {
+    "null_input": (400, "Empty"),
+    "too_long": (422, "Validation"),
+    **dict.fromkeys(("bad_utf8", "unknown_token", "no_tokens", "question_too_long"), (422, "Tokenizer")),
+}
+"The status, and TEI's name, of the errors of rows that are the client's."
 Checked = TypeVar("Checked", bound=Body)
 
 
@@ -54,9 +59,15 @@ def checked(kind: type[Checked], value: Any, within: str = "") -> Checked:
         raise Refused(422, f"{where}: {words}", field=place[0] if place else None) from None
 
 
-def schema_of(body: type[Body]) -> dict[str, Any]:
-    """Return the description of a JSON body."""
-    return {"application/json": {"schema": body.model_json_schema()}}
+def route(path: str, kind: type[Body], answer: Callable[[ServedRequest, Any], Awaitable[Any]]) -> Route:
+    """Return a POST route for bodies of a kind; `answer` returns what is replied."""
+
+    async def handler(request: Request) -> Response:
+        used: ServedRequest = request.scope["torchlake"]
+        return reply(await answer(used, checked(kind, used.json())))
+
+    handler.__name__, handler.__doc__ = answer.__name__, answer.__doc__
+    return path, "POST", handler, {"application/json": {"schema": kind.model_json_schema()}}
 
 
 async def embedded(
@@ -146,12 +157,7 @@ async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: st
     if table["error"].null_count < len(table):
         at, reason = next((at, why) for at, why in enumerate(table["error"].to_pylist()) if why is not None)
         kind = reason.partition(":")[0]
-        status, name = {"null_input": (400, "Empty"), "too_long": (422, "Validation"), "timeout": (424, "Backend")}.get(
-            kind,
-            (422, "Tokenizer")
-            if kind in ("bad_utf8", "unknown_token", "no_tokens", "question_too_long")
-            else (424, "Backend"),
-        )
+        status, name = REASONS.get(kind, (424, "Backend"))
         words = "it has no text" if kind == "null_input" else reason if status == 422 else kind
         raise Refused(status, f"{field}[{at}]: {words}", kind=name, field=field)
     return table
