@@ -62,9 +62,9 @@ def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) 
         assert not thread.is_alive()
 
 
-def until(condition: Any) -> None:
-    """Wait for something that another thread does."""
-    ends = time.monotonic() + 30
+def until(condition: Any, *, within: float = 60) -> None:
+    """Wait for something that another thread does, for some seconds at most."""
+    ends = time.monotonic() + within
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.002)

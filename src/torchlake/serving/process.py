@@ -45,7 +45,7 @@ from torchlake.serving.options import ServeOptions
 log = logging.getLogger(__name__)
 
 LASTS_S = 10.0
-"Seconds after which a process that ends was no failed start."
+"Seconds after which a process that has served and ends was no failed start."
 LONGEST_WAIT_S = 60.0
 PERMANENT = (2, 64, 65, 77)
 "Exit codes of a process that would end again."
@@ -207,9 +207,11 @@ def _supervise(
             log.error("process %d: %s", child.number + 1, unpack(value).traceback)
         if kind != "exit":
             continue
+        served = (Path(metrics) / f"gauge_livesum_{child.pid}.db").exists()
         mark_process_dead(child.pid, metrics)  # type: ignore[no-untyped-call]
         code, number = (128 - value if value < 0 else value), child.number
-        failed[number] = 0 if time.monotonic() - began[number] > LASTS_S else failed[number] + 1
+        lasted = served and time.monotonic() - began[number] > LASTS_S
+        failed[number] = 0 if lasted else failed[number] + 1
         wait = min(2.0 ** failed[number] - 1, LONGEST_WAIT_S)
         due[number] = time.monotonic() + wait
         if stopping:

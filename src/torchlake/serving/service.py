@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.config.model_files.embedding import PROMPTS, read_object
 from torchlake.errors import DataError, TorchlakeError
 from torchlake.models import folders
 from torchlake.models.safety import check_folder
@@ -74,7 +75,8 @@ class Service:
         self.metrics.named(model.sha, getattr(self, "sha", None))
         folder = Path(model.folder)
         self.kind_of_model = tei.kind_of(folder, model.spec)
-        self.prompts = tei.prompts_of(folder) if model.spec.task == "feature_extraction" else {}
+        prompts = read_object(folder / PROMPTS).get("prompts") or {} if model.spec.task == "feature_extraction" else {}
+        self.prompts: dict[str, str] = {name: text or "" for name, text in prompts.items()}
         self.task_sha = hashlib.sha256(repr(model.spec).encode()).hexdigest()
         self.model, self.sha = model, model.sha
 

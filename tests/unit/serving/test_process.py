@@ -246,7 +246,7 @@ def test_a_lost_device_ends_the_server(tiny_model: Path) -> None:
 
 
 def test_a_process_that_ends_is_started_again_and_the_others_serve(tmp_path: Path) -> None:
-    calls: list[Any] = [(time.sleep, 60), (os._exit, 9), (os._exit, 65), (time.sleep, 60)]  # the second one fails twice
+    calls: list[Any] = [(time.sleep, 600), (os._exit, 9), (time.sleep, 600)]
     started, signals = [], []
 
     def start(number: int) -> None:
@@ -255,20 +255,20 @@ def test_a_process_that_ends_is_started_again_and_the_others_serve(tmp_path: Pat
 
     with Children() as children, ThreadPoolExecutor(1) as pool:
         code = pool.submit(_supervise, children, start, 2, signals, str(tmp_path))
-        until(lambda: len(started) == 4)
-        assert (started, code.done()) == ([0, 1, 1, 1], False)
+        until(lambda: len(started) == 3, within=200)
+        assert (started, code.done()) == ([0, 1, 1], False)
         signals.append(signal.SIGTERM)
-        assert code.result(30) == 128 + signal.SIGTERM
+        assert code.result(200) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("calls", [[(time.sleep, 60), (os._exit, 65)], [(os._exit, 65), (os._exit, 65)]])
+@pytest.mark.parametrize("calls", [[(time.sleep, 600), (os._exit, 65)], [(os._exit, 9)]])
 def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path, calls: list[Any]) -> None:
     with Children() as children:
 
         def start(number: int) -> None:
             children.start(number, "rank", pack(*calls[number]), os.environ)
 
-        assert _supervise(children, start, 2, [], str(tmp_path)) == 65
+        assert _supervise(children, start, len(calls), [], str(tmp_path)) == calls[-1][1]
 
 
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:

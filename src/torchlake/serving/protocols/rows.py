@@ -175,7 +175,9 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         if size > 64 * max(len(body), 1 << 20):
             raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
         # Strings stay in dictionaries until their length is known: one long value may stand in every row.
-        texts = [name for name in names if file.schema_arrow.field(name).type in BINARY]
+        kinds = {name: file.schema_arrow.field(name).type for name in names}
+        plain = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+        texts = [name for name, kind in plain.items() if kind in BINARY]
         table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=texts, use_threads=False)
         for name in texts:
             lengths = pa.compute.binary_length(table[name].combine_chunks().dictionary)

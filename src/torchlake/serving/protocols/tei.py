@@ -1,6 +1,5 @@
 """The routes of Text Embeddings Inference that classify, embed, rank and tokenize, and what is served."""
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +8,7 @@ import numpy as np
 from fastapi import Request
 from starlette.responses import Response
 
-from torchlake.config.model_files.embedding import PROMPTS, read_embedding
+from torchlake.config.model_files.embedding import read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.scoring.rank import score_column
@@ -177,12 +176,3 @@ def kind_of(folder: Path, spec: TaskSpec) -> dict[str, Any]:
         "label2id": {name: at for at, name in enumerate(names)},
     }
     return {"reranker" if spec.text_pair is not None and spec.problem == "regression" else "classifier": classes}
-
-
-def prompts_of(folder: Path) -> dict[str, str]:
-    """Return the prompts of an embedding model by name."""
-    try:
-        found = json.loads((folder / PROMPTS).read_text(encoding="utf-8")).get("prompts") or {}
-    except FileNotFoundError:
-        return {}
-    return {name: text or "" for name, text in found.items()}
