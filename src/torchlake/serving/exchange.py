@@ -3,8 +3,10 @@
 A message says which row and field, and never repeats what was sent.
 """
 
+import base64
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from torchlake.serving.batching import RowTimeout
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from torchlake.serving.asgi import Service
+    from torchlake.serving.service import Service
 
 KINDS = {400: "Empty", 424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
 "TEI's names of errors; Validation for other statuses."
@@ -31,7 +33,6 @@ MLFLOW = {
     503: "TEMPORARILY_UNAVAILABLE",
 }
 OPENAI = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
-
 
 Route = tuple[str, str, Callable[[Request], Awaitable[Response]], Any]
 "Path, method, handler, and the content of the body in OpenAPI's form; None: no body."
@@ -67,7 +68,7 @@ class ServedRequest:
     reading_s: float = 0.0
     queued_s: float = 0.0
     computed_s: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
     "How many rows have an error, by its first word."
     truncated: int = 0
 
@@ -94,11 +95,7 @@ class ServedRequest:
         return self._noted(done.table)
 
     def _noted(self, table: "pa.Table") -> "pa.Table":
-        reasons = table["error"]
-        if reasons.null_count < len(reasons):
-            for reason in reasons.drop_null().to_pylist():
-                name = reason.partition(":")[0]
-                self.errors[name] = self.errors.get(name, 0) + 1
+        self.errors.update(reason.partition(":")[0] for reason in table["error"].drop_null().to_pylist())
         self.truncated += table["truncated"].to_pylist().count(True)
         return table
 
@@ -126,11 +123,7 @@ def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _plain(value: Any) -> Any:
     """Return bytes as base64, and what orjson cannot write as a string."""
-    if isinstance(value, bytes):
-        import base64
-
-        return base64.b64encode(value).decode()
-    return str(value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def refusal(path: str, error: Refused) -> Response:

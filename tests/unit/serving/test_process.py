@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import tiny
-from serving_runs import Running, free_port, running, until
+from serving_runs import Running, free_port, running, started, until
 from torchlake.cli.commands import try_model
 from torchlake.errors import PortTaken, UsageError
 from torchlake.processes.children import Children
@@ -329,24 +329,6 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) ->
         try_model("a model", {"host": "0.0.0.0"}, {})
     with pytest.raises(UsageError, match="max_body"):
         _ = ServeOptions(max_body="large").body_bytes
-
-
-def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
-                return process
-        except httpx.TransportError:
-            assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
