@@ -185,8 +185,8 @@ class Gate:
             self._admit(path, scope["method"], headers, used)
             if scope["method"] == "POST":
                 used.body = await _read(receive, headers, service.options)
-                watch = asyncio.create_task(_gone(receive, task, used))
-            await self.app(scope, _replay, answer)
+                watch, receive = asyncio.create_task(_gone(receive, task, used)), _never
+            await self.app(scope, receive, answer)
         except ClientDisconnect:
             used.status = 499
         except asyncio.CancelledError:
@@ -260,9 +260,9 @@ async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) ->
         task.cancel()
 
 
-async def _replay() -> dict[str, Any]:
-    """Return an empty body: routes have it from the exchange."""
-    return {"type": "http.request", "body": b"", "more_body": False}
+async def _never() -> None:
+    """Wait until it is canceled: routes have the body from the exchange, and `_gone` waits for the end."""
+    await asyncio.Future()
 
 
 def _headers(used: ServedRequest) -> list[tuple[bytes, bytes]]:

@@ -404,10 +404,11 @@ def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
 
 
 def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
-    with running(tiny_model, api_key="secret", allow_origin=("https://a.example",), max_queued_tokens=1) as server:
+    options: dict[str, Any] = {"allow_origin": ("https://a.example",), "max_queued_tokens": 1, "page": True}
+    with running(tiny_model, api_key="secret", **options) as server:
         key = {"authorization": "Bearer secret"}
         assert server.client.get("/health").status_code == 200
-        for path in ("/metrics", "/info", "/openapi.json"):
+        for path in ("/metrics", "/info", "/openapi.json", "/"):
             assert server.client.get(path).status_code == 401
             assert server.client.get(path, headers={"authorization": "Bearer other"}).status_code == 401
             assert server.client.get(path, headers=key).status_code == 200
