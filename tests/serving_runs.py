@@ -1,8 +1,11 @@
 """A server in this process, for tests where the process is not the subject."""
 
 import asyncio
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,9 +65,9 @@ def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) 
         assert not thread.is_alive()
 
 
-def until(condition: Any) -> None:
-    """Wait for something that another thread does."""
-    ends = time.monotonic() + 30
+def until(condition: Any, *, within: float = 60) -> None:
+    """Wait for something that another thread does, for some seconds at most."""
+    ends = time.monotonic() + within
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.002)
@@ -75,3 +78,22 @@ def free_port() -> int:
         made.bind(("127.0.0.1", 0))
         port: int = made.getsockname()[1]
         return port
+
+
+def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
+    """A server in a process of its own, once it answers."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                return process
+        except httpx.TransportError:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,18 +1,14 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts.
 
-Callers in threads and coroutines share batches (`serving/batching.py`): each tokenizes its own rows, and one thread
-computes those of all.
+Callers in threads and coroutines share batches (`serving/batching.py`): one thread tokenizes the rows of each call in
+their turn, and another one computes those of all.
 """
 
-import asyncio
 import copy
 import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +26,7 @@ from torchlake.data.features import Features
 from torchlake.display import Shown, shown
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.jobs.worker.isolation import device_is_lost
 from torchlake.scoring.options.given import PROMPTS
 from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
@@ -69,6 +66,8 @@ class CallOptions:
 
 
 AS_LOADED = CallOptions()
+ONE_ROW = np.ones(1, dtype=np.int64)
+"The cost of a call of the thread that tokenizes, which takes one after the other."
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
 
 
@@ -94,16 +93,17 @@ class Model:
     def __init__(self, settings: ScoringSettings) -> None:
         scorer = Scorer(settings=settings)
         self._scorer: Scorer | None = scorer
-        self._reading = threading.Lock()
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="torchlake reading")
         self._settings = settings
         self.spec: TaskSpec = scorer.spec
         self.runtime: str = scorer.runtime
         self.sha: str = settings.model_hash
         self.folder: str = settings.model
-        self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens)
-        # Neither the batcher nor its thread has a reference to this object, so a model that is dropped is freed.
-        weakref.finalize(self, self.batcher.close, wait=False)
+        # One thread: a tokenizer has settings that one call at a time changes.
+        self.reader = Batcher(lambda parts: [call.work() for call, _ in parts], lambda: 1, done="read")
+        self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
+        # Neither they nor their threads have a reference to this object, so a model that is dropped is freed.
+        for each in (self.reader, self.batcher):
+            weakref.finalize(self, each.close, wait=False)
 
     @overload
     def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
@@ -148,6 +148,7 @@ class Model:
 
     def close(self) -> None:
         """Free the model's memory. Calls in other threads finish first."""
+        self.reader.close()
         self.batcher.close()
         scorer, self._scorer = self._scorer, None
         if scorer is not None:
@@ -164,12 +165,9 @@ class Model:
 
     def score(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> Answered:
         """Score the rows of a table, which has the model's columns, together with those of other callers."""
-        call, seconds = self.read(table, unreadable, view)
-        self.batcher.submit(call)
-        try:
-            return _answered(call, call.future.result(), seconds)
-        finally:
-            call.future.cancel()  # for a caller that was interrupted
+        read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
+        ((_, call),) = self.reader.result(read)
+        return _answered(read, call, self.batcher.result(call))
 
     async def ascore(
         self,
@@ -181,57 +179,50 @@ class Model:
     ) -> Answered:
         """Score like `score`, without blocking the event loop.
 
-        Raises TimeoutError if no row has been computed after `patience` seconds in the queue, and RowTimeout for a
-        batch that was given up.
+        Raises TimeoutError if no row has been computed after `patience` seconds in the queues, and RowTimeout for rows
+        that were given up.
         """
-        loop = asyncio.get_running_loop()
-        call, seconds = await loop.run_in_executor(self._readers, self.read, table, unreadable, view)
-        self.batcher.submit(call)
-        late = None
-        if patience is not None:
-            message = f"no answer began within {patience:g} seconds"
+        read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
+        ((_, call),) = await self.reader.aresult(read, patience)
+        left = patience and max(0.0, patience - (read.started - read.arrived))
+        return _answered(read, call, await self.batcher.aresult(call, left))
 
-            def give_up() -> None:
-                if call.waits:
-                    call.end(TimeoutError(message))
-
-            late = loop.call_later(patience, give_up)
-        try:
-            return _answered(call, await asyncio.wrap_future(call.future), seconds)
-        finally:
-            if late is not None:
-                late.cancel()
-
-    def read(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> tuple[Call, float]:
-        """Tokenize the rows of a table; return a call for the batcher, and the seconds that it took."""
+    def _read(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions) -> Call:
+        """Tokenize the rows of a table; return a call for the batcher."""
         scorer = self._scorer
         if scorer is None:
             raise UsageError(CLOSED)
-        began = time.perf_counter()
         reader = scorer.reader if view is AS_LOADED else _reader_of(scorer.reader, view)
-        with self._reading:  # a tokenizer has settings that one call at a time changes
-            work = reader.read(table, unreadable)
+        work = reader.read(table, unreadable)
         if not view.truncate:
             for at in np.flatnonzero(work.features.cut).tolist():
                 more = f"{work.features.cut[at]:,} tokens more than the {self.spec.max_length:,} that the model reads"
                 work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
-        seconds = time.perf_counter() - began
         costs = np.zeros(work.count, dtype=np.int64)
         if self._settings.generation is not None:  # its rows are computed in the order and company of `predict`
-            return Call((work, view), costs, kind=object()), seconds
+            return Call((work, view), costs, kind=object())
         costs[work.rows] = work.features.lengths
         costs[[row for row in work.errors if row < work.count]] = 0
-        return Call((work, view), costs, kind=view.kind), seconds
+        return Call((work, view), costs, kind=view.kind)
 
-    def tokens(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
-        """Return the tokens of each text: `id`, `text`, `special`, and `start` and `stop` in characters."""
+    async def tokens(
+        self, texts: Sequence[str], *, special: bool, patience: float | None = None
+    ) -> list[list[dict[str, Any]]]:
+        """Return the tokens of each text: `id`, `text`, `special`, and `start` and `stop` in characters.
+
+        Raises TimeoutError like `ascore`.
+        """
         if self._scorer is None or not hasattr(self._scorer.processor, "backend_tokenizer"):
             raise UsageError("The model has no tokenizer of texts.")
         backend = self._scorer.processor.backend_tokenizer
-        with self._reading:
+
+        def encode() -> list[Any]:
             backend.no_truncation()
             backend.no_padding()
-            encodings = backend.encode_batch(texts, add_special_tokens=special)
+            found: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
+            return found
+
+        ((_, encodings),) = await self.reader.aresult(Call(encode, ONE_ROW), patience)
         return [
             [
                 {"id": number, "text": name, "special": True, "start": None, "stop": None}
@@ -296,13 +287,14 @@ def _some(work: ReadyRows, rows: np.ndarray) -> ReadyRows:
     return ReadyRows(len(rows), np.flatnonzero(found >= 0), work.features.take(found[found >= 0]), errors)
 
 
-def _answered(call: Call, pieces: list[tuple[np.ndarray, Any]], seconds: float) -> Answered:
+def _answered(read: Call, call: Call, pieces: list[tuple[np.ndarray, Any]]) -> Answered:
     """Return the pieces of a call's answer as one table, in the order of its rows."""
     table = pieces[0][1]
     if len(pieces) > 1:
         order = np.argsort(np.concatenate([rows for rows, _ in pieces]))
         table = pa.concat_tables([each for _, each in pieces]).take(pa.array(order))
-    return Answered(table, call.tokens, seconds, call.started - call.arrived, call.ended - call.started)
+    queued_s = read.started - read.arrived + call.started - call.arrived
+    return Answered(table, call.tokens, read.ended - read.started, queued_s, call.ended - call.started)
 
 
 def _scorer_of(scorer: Scorer, view: CallOptions) -> Scorer:

@@ -6,123 +6,35 @@ A request whose client has gone is cancelled, and dropped from the queue. `host`
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow as pa
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 from torchlake import plugins
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import UsageError
 from torchlake.scoring.in_process import Model, load
-from torchlake.serving import openai, rows, tei
-from torchlake.serving.exchange import Refused, ServedRequest, as_refused, refusal, reply
-from torchlake.serving.metrics import ServerMetrics
+from torchlake.serving.exchange import Refused, Route, ServedRequest, as_refused, refusal, reply
 from torchlake.serving.options import ServeOptions
-from torchlake.tables.arrays import from_strings
-from torchlake.tasks import ANY
+from torchlake.serving.protocols import hub, openai, rows, tei
+from torchlake.serving.service import Service
 
 log = logging.getLogger("torchlake.requests")
 
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 OPEN = ("/health", "/ping")
-HEADERS = {
-    "x-compute-tokens": "tokens",
-    "x-tokenization-time": "reading_s",
-    "x-queue-time": "queued_s",
-    "x-inference-time": "computed_s",
-}
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(eq=False)
-class Service:
-    """A model that is served, and the state of its server."""
-
-    source: str
-    "The model folder, run or name, as it was given."
-    load: Callable[[], Model]
-    options: ServeOptions
-    model: Model = field(init=False)
-    sha: str = field(init=False)
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    draining: bool = False
-    over: bool = False
-    "Whether the time to answer accepted requests is over."
-    tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
-    "The requests in flight."
-    watching: "asyncio.Task[None] | None" = None
-    hung: str | None = None
-
-    def __post_init__(self) -> None:
-        self.take(self.load())
-
-    def take(self, model: Model) -> None:
-        """Answer the next requests with `model`, after a first row; those in flight keep theirs.
-
-        Raises DataError if the model cannot score a row.
-        """
-        kinds = plugins.load("tasks", model.spec.task).inputs
-        if ANY not in kinds.values():
-            row = {name: from_strings(["1"]) for name in model.spec.input_columns}
-            (error,) = model.score(pa.table(row), {}).table["error"].to_pylist()
-            if error is not None:
-                raise DataError(f"{self.source}: the model cannot score a row: {error}")
-        self.metrics.named(model.sha, getattr(self, "sha", None))
-        folder = Path(model.folder)
-        self.kind_of_model = tei.kind_of(folder, model.spec)
-        self.prompts = tei.prompts_of(folder) if model.spec.task == "feature_extraction" else {}
-        self.task_sha = hashlib.sha256(repr(model.spec).encode()).hexdigest()
-        self.model, self.sha = model, model.sha
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        path = Path(self.source).absolute()
-        return self.options.name or (path.parent.name if path.name == "model" and path.parent.name else path.name)
-
-    @property
-    def names(self) -> set[str]:
-        """The names by which OpenAI's clients may ask for the model."""
-        return {self.name, self.source, Path(self.source).name}
-
-    @property
-    def unhealthy(self) -> str | None:
-        """Why /health is not 200."""
-        return self.hung or ("stopping" if self.draining else None)
-
-    def ensure_watching(self) -> None:
-        """Begin to watch the model, in the event loop that runs; calls after the first do nothing."""
-        if self.hung is None and (self.watching is None or self.watching.done()):
-            self.watching = asyncio.get_running_loop().create_task(self.watch())
-
-    async def watch(self) -> None:
-        """Give up batches that take too long; look for a new model."""
-        from torchlake.serving.reload import watch_model
-
-        looking = asyncio.create_task(watch_model(self)) if self.options.reload else None
-        try:
-            while self.hung is None:
-                await asyncio.sleep(min(1.0, self.options.row_timeout / 4))
-                if self.model.batcher.abandon(self.options.row_timeout):
-                    self.hung = f"a batch was computed for more than {self.options.row_timeout:g} seconds"
-        finally:
-            if looking is not None:
-                looking.cancel()
 
 
 def app(model: str | Path, *, options: ServeOptions | None = None, **load_options: Any) -> FastAPI:
@@ -133,7 +45,15 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
     `load_options` are those of `load`. `serve` runs it in a server that also limits connections and headers, and stops
     without losing a request. Raises UsageError for a model that writes text, and the errors of `load`.
     """
-    service = service_of(model, options or ServeOptions(), **load_options)
+
+    def loaded() -> Model:
+        made = load(model, **load_options)
+        if plugins.load("tasks", made.spec.task).generates:
+            made.close()
+            raise writes_text(model, made.spec.task)
+        return made
+
+    service = Service(os.fspath(model), loaded, options or ServeOptions())
     made = FastAPI(
         title=f"torchlake: {service.name}",
         version=version("torchlake"),
@@ -158,19 +78,6 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
     return made
 
 
-def service_of(model: str | Path, options: ServeOptions, **load_options: Any) -> Service:
-    """Return a loaded model with the state of its server. Raises UsageError for a model that writes text."""
-
-    def loaded() -> Model:
-        made = load(model, **load_options)
-        if plugins.load("tasks", made.spec.task).generates:
-            made.close()
-            raise writes_text(model, made.spec.task)
-        return made
-
-    return Service(os.fspath(model), loaded, options)
-
-
 def writes_text(model: str | Path, task: str) -> UsageError:
     """Return the error for a model that writes texts."""
     return UsageError(
@@ -179,12 +86,13 @@ def writes_text(model: str | Path, task: str) -> UsageError:
     )
 
 
-def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
-    """Return path, method, handler and schema of the body of each route."""
+def routes(*, page: bool) -> list[Route]:
+    """Return all routes."""
     predict, health = os.environ.get("AIP_PREDICT_ROUTE"), os.environ.get("AIP_HEALTH_ROUTE")
     found = [
         ("/invocations", "POST", rows.invocations, rows.SCHEMA),
         *tei.routes(),
+        ("/", "POST", hub.root, {"application/json": {"schema": hub.RootBody.model_json_schema()}}),
         *openai.routes(),
         ("/health", "GET", _health, None),
         ("/ping", "GET", _health, None),
@@ -203,11 +111,12 @@ def routes(*, page: bool) -> list[tuple[str, str, Handler, Any]]:
 
 
 async def _health(request: Request) -> Response:
-    """Return 200 while the model answers, 503 while it stops or hangs."""
+    """Return 200 while the model answers, 503 while it stops or hangs; of several processes, how many serve."""
     service: Service = request.app.state.service
     if service.unhealthy is not None:
         raise Refused(503, service.unhealthy)
-    return Response(b"\n", media_type="text/plain")
+    serving, all_ = service.metrics.serving(service.options.processes), service.options.processes
+    return Response(f"{serving} of {all_} processes serve\n" if serving < all_ else "\n", media_type="text/plain")
 
 
 async def _version(request: Request) -> Response:
@@ -218,7 +127,7 @@ async def _version(request: Request) -> Response:
 async def _metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' format."""
     service: Service = request.app.state.service
-    service.metrics.queue.set(service.model.batcher.queued)
+    service.note_queue()
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -255,11 +164,19 @@ class Gate:
             return
         service = self.service
         service.ensure_watching()
-        used = scope["torchlake"] = ServedRequest(service, service.model)
         path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         own = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        answer = _Answer(service, used, own, send)
+        used = scope["torchlake"] = ServedRequest(service, service.model, own)
+
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                used.status = message["status"]
+                message = {**message, "headers": [*message["headers"], *_headers(used)]}
+            else:
+                used.complete = not message.get("more_body", False)
+            await send(message)
+
         task = asyncio.current_task()
         assert task is not None
         service.tasks.add(task)
@@ -268,32 +185,30 @@ class Gate:
             self._admit(path, scope["method"], headers, used)
             if scope["method"] == "POST":
                 used.body = await _read(receive, headers, service.options)
-                watch = asyncio.create_task(_gone(receive, task, answer))
-            await self.app(scope, _replay, answer.send)
-        except _ClientGone:
-            answer.status = 499
+                watch, receive = asyncio.create_task(_gone(receive, task, used)), _never
+            await self.app(scope, receive, answer)
+        except ClientDisconnect:
+            used.status = 499
         except asyncio.CancelledError:
             if watch is not None and watch.done() and not service.over:
-                answer.status = 499  # the client has gone, and reads no answer
-            elif service.over and not answer.status:
+                used.status = 499  # the client has gone, and reads no answer
+            elif service.over and not used.status:
                 task.uncancel()
-                await refusal(path, Refused(503, "the server stops"))(scope, receive, answer.send)
+                await refusal(path, Refused(503, "the server stops"))(scope, receive, answer)
             else:
                 raise
         except Exception as error:
             refused = as_refused(error, service.hung)
-            answer.kind = refused.kind
+            used.kind = refused.kind
             if refused.status == 500:
                 logging.getLogger(__name__).exception("request %s", own.decode())
-            if not answer.status:
-                answer.close = refused.status == 408
-                await refusal(path, refused)(scope, receive, answer.send)
+            if not used.status:
+                await refusal(path, refused)(scope, receive, answer)
         finally:
             service.tasks.discard(task)
             if watch is not None:
                 watch.cancel()
-            route = getattr(scope.get("route"), "path", "other")
-            _record(service, used, route, scope["method"], answer)
+            _record(used, getattr(scope.get("route"), "path", "other"), scope["method"])
 
     def _admit(self, path: str, method: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
         """Raise Refused for a request without the token, or while there is no room: before its body is read."""
@@ -314,10 +229,6 @@ class Gate:
         used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
-class _ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
-
-
 async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions) -> bytes:
     """Return the body. Raises Refused for one that is too large or takes too long."""
     limit = options.body_bytes
@@ -330,7 +241,7 @@ async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _ClientGone
+                    raise ClientDisconnect
                 pieces.append(message.get("body", b""))
                 size += len(pieces[-1])
                 if size > limit:
@@ -341,52 +252,40 @@ async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions
         raise Refused(408, f"the body did not arrive within {options.read_timeout:g} seconds") from None
 
 
-async def _gone(receive: Any, task: "asyncio.Task[Any]", answer: "_Answer") -> None:
+async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) -> None:
     """Cancel a request when its client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not answer.complete:  # else this is how the server says that the answer was sent
+    if not used.complete:  # else this is how the server says that the answer was sent
         task.cancel()
 
 
-async def _replay() -> dict[str, Any]:
-    """Return an empty body: routes have it from the exchange."""
-    return {"type": "http.request", "body": b"", "more_body": False}
+async def _never() -> None:
+    """Wait until it is canceled: routes have the body from the exchange, and `_gone` waits for the end."""
+    await asyncio.Future()
 
 
-class _Answer:
-    """The answer to one request: its status, and the headers that all answers have."""
-
-    def __init__(self, service: Service, used: ServedRequest, own: bytes, send: Any) -> None:
-        self.service, self.used, self.own, self._send = service, used, own, send
-        self.status, self.kind, self.close, self.complete = 0, "Validation", False, False
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, used = message["status"], self.used
-            headers = [*message["headers"], (b"x-request-id", self.own), (b"x-model-sha", used.model.sha.encode())]
-            if used.rows:
-                total = time.perf_counter() - used.began
-                values = {name: getattr(used, field) for name, field in HEADERS.items()} | {"x-total-time": total}
-                headers += [
-                    (name.encode(), b"%d" % round(v * (1 if name == "x-compute-tokens" else 1000)))
-                    for name, v in values.items()
-                ]
-            if self.service.draining or self.close:
-                headers.append((b"connection", b"close"))
-            message = {**message, "headers": headers}
-        else:
-            self.complete = not message.get("more_body", False)
-        await self._send(message)
+def _headers(used: ServedRequest) -> list[tuple[bytes, bytes]]:
+    """Return the headers that all answers have."""
+    found = [(b"x-request-id", used.id), (b"x-model-sha", used.model.sha.encode())]
+    if used.rows:
+        names = {"tokenization": used.reading_s, "queue": used.queued_s, "inference": used.computed_s}
+        times = {**names, "total": time.perf_counter() - used.began}
+        found += [(f"x-{name}-time".encode(), b"%d" % round(seconds * 1000)) for name, seconds in times.items()]
+        found.append((b"x-compute-tokens", b"%d" % used.tokens))
+    if used.service.draining or used.status == 408:
+        found.append((b"connection", b"close"))
+    return found
 
 
-def _record(service: Service, used: ServedRequest, route: str, method: str, answer: _Answer) -> None:
+def _record(used: ServedRequest, route: str, method: str) -> None:
     """Count the request and write its line: no texts, and no values of headers but the id."""
     seconds = time.perf_counter() - used.began
-    service.metrics.count(route, answer.status or 500, answer.kind, used, seconds)
+    used.service.metrics.count(route, used, seconds)
+    used.service.note_queue()
     if log.isEnabledFor(logging.INFO):
-        line = {"time": round(time.time(), 3), "id": answer.own.decode(), "method": method, "route": route}
-        line |= {"status": answer.status, "rows": used.rows, "tokens": used.tokens, "total_ms": round(seconds * 1e3, 2)}
-        for name, value in (("queue", used.queued_s), ("tokenizing", used.reading_s), ("model", used.computed_s)):
-            line[f"{name}_ms"] = round(value * 1e3, 2)
+        line = {"time": round(time.time(), 3), "id": used.id.decode(), "method": method, "route": route}
+        line |= {"status": used.status, "rows": used.rows, "tokens": used.tokens}
+        names = {"total": seconds, "queue": used.queued_s, "tokenizing": used.reading_s, "model": used.computed_s}
+        line |= {f"{name}_ms": round(value * 1e3, 2) for name, value in names.items()}
         log.info(orjson.dumps(line).decode())

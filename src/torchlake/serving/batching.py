@@ -4,9 +4,11 @@
 
 Nothing waits for company: a lone call starts at once, and calls that arrive meanwhile are the next batch. First come,
 first served: a call is served after those before it, and a call of more rows than the budget in several batches. A call
-whose caller has gone is dropped before it is computed. Cost beside `compute`: two switches of threads.
+whose caller has gone is dropped before it is computed. Cost beside `compute`: two switches of threads. What `compute`
+does may hang, or lose its device: then `broken` says so, and nothing more is computed.
 """
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -22,7 +24,7 @@ CLOSED = "The model is closed. Load it again."
 
 
 class RowTimeout(TimeoutError):
-    """A row was computed for too long; whichever of its batch it is, all of them are given up."""
+    """A row took too long; whichever of its batch it is, all of them are given up."""
 
 
 class Call:
@@ -32,8 +34,8 @@ class Call:
         self.work, self.costs, self.kind = work, costs, kind
         self.future: Future[list[tuple[np.ndarray, Any]]] = Future()
         self.arrived = self.started = self.ended = time.perf_counter()
-        self.tokens = int(costs.sum())
-        "The cost of all rows, (N,) int64 `costs`; calls of another `kind` do not share a batch."
+        self.tokens = self.queued_tokens = int(costs.sum())
+        "The cost of all rows, (N,) int64 `costs`, and of those not taken. Calls of another `kind` share no batch."
         self._pieces: list[tuple[np.ndarray, Any]] = []
         self._order: np.ndarray | None = None
         self._next = 0
@@ -44,16 +46,15 @@ class Call:
         return self._next == 0 and not self._pieces
 
     def take(self, room: int, *, at_least: int) -> np.ndarray:
-        """Return the next rows (B,) that cost at most `room`, longest first, but `at_least` one of them."""
-        if self._next == 0 and self.tokens <= room:
-            self._next = len(self.costs)
-            return np.arange(len(self.costs))
+        """Return the next rows (B,) that cost at most `room`, longest first if not all do, but `at_least` so many."""
         if self._order is None:
-            self._order = np.argsort(-self.costs, kind="stable")
+            whole = self.tokens <= room
+            self._order = np.arange(len(self.costs)) if whole else np.argsort(-self.costs, kind="stable")
         left = self._order[self._next :]
         fitting = int(np.searchsorted(self.costs[left].cumsum(), room, side="right"))
         rows = left[: max(at_least, fitting)]
         self._next += len(rows)
+        self.queued_tokens -= int(self.costs[rows].sum())
         return rows
 
     def left(self) -> int:
@@ -66,6 +67,11 @@ class Call:
         if sum(len(each) for each, _ in self._pieces) == len(self.costs):
             self.ended = time.perf_counter()
             self.end(self._pieces)
+
+    def give_up(self) -> None:
+        """End the call with TimeoutError if no row of it has been taken."""
+        if self.waits:
+            self.end(TimeoutError("no answer began in time (--queue-timeout)"))
 
     def end(self, result: Any) -> None:
         """Give the caller a result or an exception, unless it has one or has gone."""
@@ -85,16 +91,28 @@ Part = tuple[Call, np.ndarray]
 
 
 class Batcher:
-    """A queue of calls, and the thread that computes them. `compute` returns an answer for each part of a batch."""
+    """A queue of calls, and the thread that computes them. `compute` returns an answer for each part of a batch.
 
-    def __init__(self, compute: Callable[[Sequence[Part]], Sequence[Any]], budget: Callable[[], int]) -> None:
-        self._compute, self._budget = compute, budget
+    `lost` tells exceptions after which nothing can be computed in this process; `done` is what errors call the work.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Sequence[Part]], Sequence[Any]],
+        budget: Callable[[], int],
+        *,
+        lost: Callable[[Exception], bool] = lambda error: False,
+        done: str = "computed",
+    ) -> None:
+        self._compute, self._budget, self._lost, self._done = compute, budget, lost, done
         self._changed = threading.Condition()
         self._waiting: deque[Call] = deque()
         self._running: Sequence[Part] = ()
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._closed: str | None = None
+        self.broken: str | None = None
+        "Why the process has to be started again."
         self.queued_tokens = 0
         self.last_batch = (0, 0)
         "Rows and tokens of the batch that was taken last."
@@ -103,6 +121,27 @@ class Batcher:
     def queued(self) -> int:
         """The number of calls that wait."""
         return len(self._waiting)
+
+    def result(self, call: Call) -> list[tuple[np.ndarray, Any]]:
+        """Return the pieces of a call's answer. Raises UsageError if the model is closed, and what the call raises."""
+        self.submit(call)
+        try:
+            return call.future.result()
+        finally:
+            call.future.cancel()  # for a caller that was interrupted
+
+    async def aresult(self, call: Call, patience: float | None = None) -> list[tuple[np.ndarray, Any]]:
+        """Return what `result` returns, without blocking the event loop.
+
+        Raises TimeoutError, too: if no row has been taken after `patience` seconds.
+        """
+        self.submit(call)
+        late = None if patience is None else asyncio.get_running_loop().call_later(patience, call.give_up)
+        try:
+            return await asyncio.wrap_future(call.future)
+        finally:
+            if late is not None:
+                late.cancel()
 
     def submit(self, call: Call) -> None:
         """Put a call at the end of the queue. Raises UsageError if the model is closed."""
@@ -132,23 +171,24 @@ class Batcher:
             self._compute, self._budget = (lambda parts: ()), (lambda: 0)  # they hold the model
 
     def abandon(self, seconds: float) -> bool:
-        """Give up a batch that has been computed for more than `seconds`; return whether there was one.
+        """Give up a batch that has taken more than `seconds`; return whether there was one.
 
-        Its callers get RowTimeout, those that wait TimeoutError, and further calls are refused, because the thread
-        cannot be stopped.
+        Its callers get RowTimeout. The thread cannot be stopped, so this is `broken`.
         """
         with self._changed:
             if not self._running or time.perf_counter() - self._began < seconds:
                 return False
-            self._closed = f"A batch was computed for more than {seconds:g} seconds: start again."
-            running, waiting = [call for call, _ in self._running], list(self._waiting)
-            self._waiting.clear()
-            self.queued_tokens = 0
-        for call in running:
-            call.end(RowTimeout(f"timeout: computed for more than {seconds:g} seconds"))
-        for call in waiting:
-            call.end(TimeoutError(self._closed))
+            for call, _ in self._running:
+                call.end(RowTimeout(f"timeout: {self._done} for more than {seconds:g} seconds"))
+            self._break(f"A batch was {self._done} for more than {seconds:g} seconds: start again.")
         return True
+
+    def _break(self, reason: str) -> None:
+        """Compute nothing more: those that wait get TimeoutError, and further calls are refused."""
+        self._closed = self.broken = reason
+        while self._waiting:
+            self._waiting.popleft().end(TimeoutError(reason))
+        self.queued_tokens = 0
 
     def _work(self) -> None:
         while True:
@@ -171,7 +211,7 @@ class Batcher:
         while self._waiting:
             call = self._waiting[0]
             if call.future.done():
-                self.queued_tokens -= call.tokens if call.waits else 0
+                self.queued_tokens -= call.queued_tokens
                 self._waiting.popleft()
                 continue
             if parts and (call.kind != parts[0][0].kind or room <= 0):
@@ -181,12 +221,13 @@ class Batcher:
                 if not fits:
                     break
                 call.started = time.perf_counter()
-                self.queued_tokens -= call.tokens
             rows = call.take(room, at_least=0 if parts else 1)
             if not len(rows) and call.left():
                 break
             parts.append((call, rows))
-            room -= int(call.costs[rows].sum())
+            taken = int(call.costs[rows].sum())
+            room -= taken
+            self.queued_tokens -= taken
             if call.left():
                 break
             self._waiting.popleft()
@@ -197,8 +238,12 @@ class Batcher:
         try:
             answers = self._compute(parts)
         except BaseException as error:
-            if len(parts) == 1:
-                parts[0][0].end(error)
+            if isinstance(error, Exception) and self._lost(error):
+                with self._changed:
+                    self._break(f"The device is lost ({type(error).__name__}): start again.")
+            if len(parts) == 1 or self.broken is not None:
+                for call, _ in parts:
+                    call.end(error)
                 return
             for part in parts:  # what one call raises must not harm the others
                 self._answer([part])

@@ -3,12 +3,16 @@
 A message says which row and field, and never repeats what was sent.
 """
 
+import base64
 import json
 import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 
 from torchlake.errors import DataError, TorchlakeError, UsageError
@@ -18,7 +22,7 @@ from torchlake.serving.batching import RowTimeout
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from torchlake.serving.asgi import Service
+    from torchlake.serving.service import Service
 
 KINDS = {400: "Empty", 424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
 "TEI's names of errors; Validation for other statuses."
@@ -29,6 +33,9 @@ MLFLOW = {
     503: "TEMPORARILY_UNAVAILABLE",
 }
 OPENAI = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
+
+Route = tuple[str, str, Callable[[Request], Awaitable[Response]], Any]
+"Path, method, handler, and the content of the body in OpenAPI's form; None: no body."
 
 
 class Refused(Exception):
@@ -48,6 +55,11 @@ class ServedRequest:
 
     service: "Service"
     model: Model
+    id: bytes
+    status: int = 0
+    "That of the answer, once it has begun; `complete`: once it has ended; `kind`: TEI's name of its error."
+    kind: str = "Validation"
+    complete: bool = False
     body: bytes = b""
     content_type: str = ""
     began: float = field(default_factory=time.perf_counter)
@@ -56,7 +68,7 @@ class ServedRequest:
     reading_s: float = 0.0
     queued_s: float = 0.0
     computed_s: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
     "How many rows have an error, by its first word."
     truncated: int = 0
 
@@ -67,7 +79,7 @@ class ServedRequest:
         return parse_json(self.body)
 
     async def score(self, table: "pa.Table", unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> "pa.Table":
-        """Return the prediction columns of rows. Raises Refused if they are too many, or cannot be computed now."""
+        """Return the prediction columns of rows. Raises Refused if they are too many, and TimeoutError."""
         options = self.service.options
         self.rows += len(table)
         if len(table) > options.max_rows:
@@ -76,8 +88,6 @@ class ServedRequest:
             done = await self.model.ascore(table, unreadable, view, patience=options.queue_timeout)
         except RowTimeout as error:
             return self._noted(self.model.failed(len(table), str(error), view))
-        except TimeoutError as error:
-            raise Refused(503, f"{error}; try again later", kind="Overloaded") from error
         self.tokens += done.tokens
         self.reading_s += done.reading_s
         self.queued_s += done.queued_s
@@ -85,11 +95,7 @@ class ServedRequest:
         return self._noted(done.table)
 
     def _noted(self, table: "pa.Table") -> "pa.Table":
-        reasons = table["error"]
-        if reasons.null_count < len(reasons):
-            for reason in reasons.drop_null().to_pylist():
-                name = reason.partition(":")[0]
-                self.errors[name] = self.errors.get(name, 0) + 1
+        self.errors.update(reason.partition(":")[0] for reason in table["error"].drop_null().to_pylist())
         self.truncated += table["truncated"].to_pylist().count(True)
         return table
 
@@ -117,11 +123,7 @@ def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _plain(value: Any) -> Any:
     """Return bytes as base64, and what orjson cannot write as a string."""
-    if isinstance(value, bytes):
-        import base64
-
-        return base64.b64encode(value).decode()
-    return str(value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def refusal(path: str, error: Refused) -> Response:
@@ -146,6 +148,8 @@ def as_refused(error: Exception, closed: str | None) -> Refused:
         return error
     if closed is not None:
         return Refused(503, closed)
+    if isinstance(error, TimeoutError):
+        return Refused(503, f"{error}; try again later", kind="Overloaded")
     if isinstance(error, UsageError | DataError):
         return Refused(422, str(error))
     return Refused(500, "a fault in the server" if isinstance(error, TorchlakeError) else type(error).__name__)

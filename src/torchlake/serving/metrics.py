@@ -1,10 +1,12 @@
 """What a server counts: the metrics of Text Embeddings Inference under their names, and torchlake's own.
 
-With several processes each writes its numbers into files of PROMETHEUS_MULTIPROC_DIR, and any of them answers for all.
+With several processes each writes its numbers into files of PROMETHEUS_MULTIPROC_DIR, and any of them answers for all;
+counts of a process that has ended stay, its gauges go.
 """
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -36,21 +38,28 @@ class ServerMetrics:
         self.truncated = Counter("torchlake_truncated_rows", "Rows that were truncated.", registry=registry)
         self.reload_failures = Counter("torchlake_reload_failures", "Models not taken.", registry=registry)
         self.model = Gauge(
-            "torchlake_model_info", "The loaded model.", ["sha"], registry=registry, multiprocess_mode="max"
+            "torchlake_model_info", "The loaded model.", ["sha"], registry=registry, multiprocess_mode="livemax"
         )
+        alive = Gauge("torchlake_processes", "Processes that serve.", registry=registry, multiprocess_mode="livesum")
+        alive.set(1)
 
-    def count(self, route: str, status: int, kind: str, used: "ServedRequest", seconds: float) -> None:
-        """Count one request; `route` and `kind` have few values."""
+    def serving(self, started: int) -> int:
+        """Return how many of the processes that were started on this port serve."""
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        return len(list(Path(folder).glob("gauge_livesum_*.db"))) if folder else started
+
+    def count(self, route: str, used: "ServedRequest", seconds: float) -> None:
+        """Count one request; `route` and the kind of its error have few values."""
         self.requests.labels(route).inc()
-        if status < 400:
+        if 0 < used.status < 400:
             self.success.labels(route).inc()
         else:
-            self.failure.labels(kind).inc()
+            self.failure.labels(used.kind).inc()
         self.seconds[""].observe(seconds)
         if used.rows:
-            for name in ("tokenization_", "queue_", "inference_"):
-                part = {"tokenization_": used.reading_s, "queue_": used.queued_s, "inference_": used.computed_s}[name]
-                self.seconds[name].observe(part)
+            self.seconds["tokenization_"].observe(used.reading_s)
+            self.seconds["queue_"].observe(used.queued_s)
+            self.seconds["inference_"].observe(used.computed_s)
             rows, tokens = used.model.batcher.last_batch
             self.batch_rows.observe(rows)
             self.batch_tokens.observe(tokens)

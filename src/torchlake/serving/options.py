@@ -35,12 +35,12 @@ class ServeOptions:
         131_072
     )
     queue_timeout: Annotated[
-        float, _serving("SECONDS", "Time in the queue after which a request gets 503.", min=0.001)
+        float, _serving("SECONDS", "Time in queues after which a request gets 503.", min=0.001)
     ] = 30.0
     row_timeout: Annotated[
         float,
         _serving(
-            "SECONDS", "Time of a batch after which its rows are errors, and the process ends with 70.", min=0.001
+            "SECONDS", "Time of reading or of a batch after which its rows are errors, and the process ends with 70.", min=0.001
         ),
     ] = 600.0
     read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive.", min=0.001)] = 10.0

@@ -29,7 +29,7 @@ class Gated:
     def __init__(self, budget: int = 10) -> None:
         self.batches: list[list[tuple[Any, list[int]]]] = []
         self.entered, self.permits = threading.Semaphore(0), threading.Semaphore(0)
-        self.batcher = Batcher(self.compute, lambda: budget)
+        self.batcher = Batcher(self.compute, lambda: budget, lost=lambda error: isinstance(error, OSError))
 
     def compute(self, parts: Sequence[Part]) -> list[list[Any]]:
         self.batches.append([(call.work, rows.tolist()) for call, rows in parts])
@@ -37,6 +37,8 @@ class Gated:
         self.permits.acquire()
         if any(call.work == "raises" for call, _ in parts):
             raise ValueError("a row of this call")
+        if any(call.work == "device" for call, _ in parts):
+            raise OSError("lost")
         return [[(call.work, row) for row in rows] for call, rows in parts]
 
     def submit(self, name: str, *costs: int, kind: str = "") -> Call:
@@ -120,6 +122,33 @@ def test_a_batch_that_hangs_is_given_up_with_all_that_waits(gated: Gated) -> Non
         gated.submit("later", 1)
 
 
+def test_a_lost_device_ends_all_calls_and_is_said(gated: Gated) -> None:
+    busy(gated)
+    calls = [gated.submit("a", 4), gated.submit("device", 4), gated.submit("waiting", 9)]
+    finish(gated, *calls)
+    assert [type(call.future.exception()) for call in calls] == [OSError, OSError, TimeoutError]
+    assert gated.batches[1:] == [[("a", [0]), ("device", [0])]]  # not one by one
+    assert gated.batcher.broken == "The device is lost (OSError): start again."
+    with pytest.raises(UsageError, match="device is lost"):
+        gated.submit("later", 1)
+
+
+def test_a_large_call_counts_as_queued_until_its_last_row_is_taken(gated: Gated) -> None:
+    busy(gated)
+    call, tokens = gated.submit("large", 9, 9, 9), []
+    for _ in call.costs:
+        gated.permits.release()
+        gated.entered.acquire()
+        tokens.append(gated.batcher.queued_tokens)
+    assert tokens == [18, 9, 0]
+    gone = gated.submit("gone", 9, 9)
+    gated.permits.release()
+    gated.entered.acquire()
+    assert gone.future.cancel()
+    finish(gated, call, gated.submit("last", 1))
+    assert gated.batcher.queued_tokens == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 15), max_size=6), st.sampled_from("xy")), max_size=8))
 def test_every_row_is_computed_once_in_the_order_of_calls(given_calls: list[tuple[list[int], str]]) -> None:
@@ -181,6 +210,17 @@ def test_a_model_that_is_dropped_is_freed(tiny_model: Path) -> None:
     del batcher
     gc.collect()
     assert scorer() is None
+
+
+def test_a_model_that_is_closed_is_freed(tiny_model: Path) -> None:
+    model = tl.load(tiny_model)
+    model("good film")
+    scorer = weakref.ref(model.batcher._compute.args[0])  # type: ignore[attr-defined]
+    model.close()
+    gc.collect()
+    assert scorer() is None
+    with pytest.raises(UsageError, match="The model is closed"):
+        model("good film")
 
 
 def test_vectors_are_an_array(tmp_path: Path, tiny_model: Path) -> None:

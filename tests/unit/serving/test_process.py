@@ -11,18 +11,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import tiny
-from serving_runs import Running, free_port, running, until
+from serving_runs import Running, free_port, running, started, until
+from torchlake.cli.commands import try_model
 from torchlake.errors import PortTaken, UsageError
+from torchlake.processes.children import Children
+from torchlake.processes.serialization import pack
+from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import listen
-from torchlake.serving.reload import renew
+from torchlake.serving.process import _supervise, listen
+from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -157,51 +164,111 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         batcher._compute = compute
 
 
-def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path) -> None:
-    permit = threading.Event()
-    with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server:
-        batcher = server.service.model.batcher
-        compute, entered = batcher._compute, threading.Event()
+@dataclass
+class Stuck:
+    """One of a model's threads, whose next work waits for a permit."""
 
-        def hangs(parts: Any) -> Any:
-            entered.set()
-            permit.wait(60)
+    batcher: Batcher
+    entered: threading.Event = field(default_factory=threading.Event)
+    permit: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        compute = self.batcher._compute
+
+        def stuck(parts: Any) -> Any:
+            self.entered.set()
+            assert self.permit.wait(60)
             return compute(parts)
 
-        batcher._compute = hangs
-        answer = server.post("/invocations", {"instances": ["a", "b"]})
-        assert [row["error"] for row in answer.json()["predictions"]] == [
-            "timeout: computed for more than 0.2 seconds"
-        ] * 2
-        until(lambda: server.service.hung is not None)
+        self.batcher._compute = stuck
+
+
+THREADS = pytest.mark.parametrize(("thread", "done"), [("reader", "read"), ("batcher", "computed")])
+
+
+@THREADS
+def test_a_row_that_takes_too_long_is_an_error_and_the_server_ends(tiny_model: Path, thread: str, done: str) -> None:
+    with running(tiny_model, row_timeout=0.2, queue_timeout=30) as server, ThreadPoolExecutor(2) as pool:
+        stuck = Stuck(getattr(server.service.model, thread))
+        answer = pool.submit(server.post, "/invocations", {"instances": ["a", "b"]})
+        assert stuck.entered.wait(30)
+        waiting = pool.submit(server.post, "/tokenize" if thread == "reader" else "/predict", {"inputs": "a"})
+        reason = f"timeout: {done} for more than 0.2 seconds"
+        assert [row["error"] for row in answer.result().json()["predictions"]] == [reason] * 2
+        assert waiting.result().status_code == 503
+        assert server.service.hung is not None
         try:
             refused = server.client.get("/health").status_code
         except httpx.HTTPError:  # it has closed its socket
             refused = 503
         assert refused == 503
         until(lambda: server.server.status == 70)
-        permit.set()
+        stuck.permit.set()
 
 
-def test_a_request_that_waits_too_long_is_refused(tiny_model: Path) -> None:
-    permit, entered = threading.Event(), threading.Event()
-    with running(tiny_model, queue_timeout=0.05) as server:
-        batcher = server.service.model.batcher
-        compute = batcher._compute
+@THREADS
+def test_a_request_that_waits_too_long_is_refused(tiny_model: Path, thread: str, done: str) -> None:
+    with running(tiny_model, queue_timeout=0.05) as server, ThreadPoolExecutor(1) as pool:
+        stuck = Stuck(getattr(server.service.model, thread))
+        first = pool.submit(server.post, "/predict", {"inputs": "good"})
+        assert stuck.entered.wait(30)
+        for path in ["/predict", "/tokenize"][: 2 if thread == "reader" else 1]:
+            late = server.post(path, {"inputs": "good"})
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+            assert "--queue-timeout" in late.json()["error"]
+        stuck.permit.set()
+        assert first.result().status_code == 200
 
-        def slow(parts: Any) -> Any:
-            entered.set()
-            permit.wait(60)
-            return compute(parts)
 
-        batcher._compute = slow
-        first = threading.Thread(target=server.post, args=("/predict", {"inputs": "good"}))
-        first.start()
-        assert entered.wait(30)
-        late = server.post("/predict", {"inputs": "good"})
-        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        permit.set()
-        first.join(30)
+def test_a_batch_of_the_model_before_is_watched(tiny_model: Path) -> None:
+    with running(tiny_model, row_timeout=0.2) as server, ThreadPoolExecutor(1) as pool:
+        stuck = Stuck(server.service.model.batcher)
+        before = pool.submit(server.post, "/invocations", {"instances": ["a"]})
+        assert stuck.entered.wait(30)
+        server.service.take(server.service.load())
+        assert server.post("/predict", {"inputs": "good"}).status_code in (200, 503)
+        assert before.result().json()["predictions"][0]["error"] == "timeout: computed for more than 0.2 seconds"
+        until(lambda: server.server.status == 70)
+        stuck.permit.set()
+
+
+def test_a_lost_device_ends_the_server(tiny_model: Path) -> None:
+    with running(tiny_model) as server:
+
+        def lost(parts: Any) -> Any:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        server.service.model.batcher._compute = lost
+        refused = server.post("/predict", {"inputs": "good"})
+        assert (refused.status_code, refused.json()["error_type"]) == (503, "Unhealthy")
+        assert "The device is lost" in refused.json()["error"]
+        until(lambda: server.server.status == 70)
+
+
+def test_a_process_that_ends_is_started_again_and_the_others_serve(tmp_path: Path) -> None:
+    calls: list[Any] = [(time.sleep, 600), (os._exit, 9), (time.sleep, 600)]
+    started, signals = [], []
+
+    def start(number: int) -> None:
+        started.append(number)
+        children.start(number, "rank", pack(*calls[len(started) - 1]), os.environ)
+
+    with Children() as children, ThreadPoolExecutor(1) as pool:
+        code = pool.submit(_supervise, children, start, 2, signals, str(tmp_path))
+        until(lambda: len(started) == 3, within=200)
+        assert (started, code.done()) == ([0, 1, 1], False)
+        signals.append(signal.SIGTERM)
+        assert code.result(200) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("calls", [[(time.sleep, 600), (os._exit, 65)], [(os._exit, 9)]])
+def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path, calls: list[Any]) -> None:
+    with Children() as children:
+
+        def start(number: int) -> None:
+            children.start(number, "rank", pack(*calls[number]), os.environ)
+
+        assert _supervise(children, start, len(calls), [], str(tmp_path)) == calls[-1][1]
 
 
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -258,26 +325,10 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) ->
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="try is for this machine"):
+        try_model("a model", {"host": "0.0.0.0"}, {})
     with pytest.raises(UsageError, match="max_body"):
         _ = ServeOptions(max_body="large").body_bytes
-
-
-def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
-                return process
-        except httpx.TransportError:
-            assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import ViTForImageClassification
+from transformers import BertForSequenceClassification, ViTForImageClassification
 
 import tiny
 import torchlake as tl
@@ -122,6 +123,62 @@ def test_invalid_rows_are_refused_without_their_content(classes: Running, body: 
     assert SECRET not in response.text
 
 
+def parquet(*columns: pa.Array) -> bytes:
+    table = pa.Table.from_arrays(columns, ["text"] * len(columns))
+    pq.write_table(table, buffer := io.BytesIO(), compression="zstd", dictionary_pagesize_limit=1 << 23)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()], ids=str)
+def test_parquet_files_that_would_grow_are_refused(classes: Running, kind: pa.DataType) -> None:
+    once = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array(["a" * 3_000_000], kind))
+    for values in (once, once.cast(kind)):
+        body, headers = parquet(values), {"content-type": "application/vnd.apache.parquet"}
+        assert len(body) < 10_000
+        response = classes.client.post("/invocations", content=body, headers=headers)
+        assert (response.status_code, "much larger than the body" in response.text) == (413, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/csv", b"text,text\na,b\n"),
+        ("text/csv", b"text\n\xff\n"),
+        ("text/csv", b"text,n\na\n"),
+        ("text/csv", b""),
+        ("application/x-parquet", b"PAR1"),
+        ("application/x-parquet", parquet(pa.array(["a"]), pa.array(["b"]))),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_tables_that_cannot_be_read_are_mistakes_of_the_client(classes: Running, kind: str, body: bytes) -> None:
+    response = classes.client.post("/invocations", content=body, headers={"content-type": kind})
+    assert (response.status_code, response.json()["error_code"]) == (400, "BAD_REQUEST")
+
+
+def test_no_address_is_that_of_the_header_host(classes: Running) -> None:
+    for path in ("/health/", "/invocations/"):
+        response = classes.client.get(path, headers={"host": "evil.example"})
+        assert (response.status_code, "location" in response.headers) == (404, False)
+
+
+def test_texts_times_labels_are_limited(tmp_path: Path, tiny_bert: Path) -> None:
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    numbers = {name: at for at, name in labels.items()}
+    with quiet():
+        model = BertForSequenceClassification.from_pretrained(tiny_bert, id2label=labels, label2id=numbers)
+        model.save_pretrained(tmp_path)
+    for file in tiny_bert.glob("token*"):
+        shutil.copy(file, tmp_path)
+    load = {"task": "zero_shot_classification", "task_options": {"candidate_labels": ["x", "y"]}}
+    with running(tmp_path, load=load, max_rows=6) as server:
+        for texts, names, status in ((["a"] * 2, "abc", 200), (["a"] * 3, "abc", 422), ("a", "abcdefg", 422)):
+            body = {"inputs": texts, "parameters": {"candidate_labels": list(names)}}
+            response = server.post("/", body)
+            assert response.status_code == status, response.text
+            assert status == 200 or "texts times labels; the limit is 6" in response.json()["error"]
+
+
 def test_classes_are_those_of_predict_best_first(classes: Running) -> None:
     rows = predicted(classes, {"text": ["good film", "a bore"]}, all_probabilities=True)
     expected = [
@@ -175,6 +232,9 @@ def test_the_side_that_is_truncated_and_no_truncation(classes: Running) -> None:
         ("/predict", {}, 422, "Validation", "inputs: field required"),
         ("/predict", {"inputs": ["a"] * 41}, 422, "Validation", "41 rows; the limit is 40"),
         ("/", {"inputs": "a", "parameters": {"padding": True}}, 422, "Validation", "'padding' is not supported"),
+        ("/", {"inputs": "a", "parameters": {"top_k": 0}}, 422, "Validation", "parameters.top_k: input should be"),
+        ("/", {"inputs": "a", "parameters": {"top_k": True}}, 422, "Validation", "parameters.top_k: input should be"),
+        ("/", {"inputs": "a", "parameters": {"function_to_apply": SECRET}}, 422, "Validation", "function_to_apply"),
         ("/embed", {"inputs": "a"}, 424, "Backend", "not an embedding model"),
         ("/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend", "not a re-ranker"),
         ("/nothing", {}, 404, "Validation", "no such route"),
@@ -344,10 +404,11 @@ def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
 
 
 def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
-    with running(tiny_model, api_key="secret", allow_origin=("https://a.example",), max_queued_tokens=1) as server:
+    options: dict[str, Any] = {"allow_origin": ("https://a.example",), "max_queued_tokens": 1, "page": True}
+    with running(tiny_model, api_key="secret", **options) as server:
         key = {"authorization": "Bearer secret"}
         assert server.client.get("/health").status_code == 200
-        for path in ("/metrics", "/info", "/openapi.json"):
+        for path in ("/metrics", "/info", "/openapi.json", "/"):
             assert server.client.get(path).status_code == 401
             assert server.client.get(path, headers={"authorization": "Bearer other"}).status_code == 401
             assert server.client.get(path, headers=key).status_code == 200
@@ -360,6 +421,18 @@ def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
         full = server.post("/predict", {"inputs": "a"}, headers=key)
         assert (full.status_code, full.json()["error_type"], full.headers["retry-after"]) == (429, "Overloaded", "1")
         server.service.model.batcher.queued_tokens = 0
+
+
+def test_routes_of_vertex_ai(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")  # in place of another protocol's route
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/alive")
+    monkeypatch.setenv("TORCHLAKE_API_KEY", "secret")
+    with running(tiny_model) as server:
+        assert server.client.get("/alive").status_code == 200
+        assert server.post("/alive", {}).status_code == 401
+        assert server.post("/predict", {"instances": ["good"]}).status_code == 401
+        key = {"authorization": "Bearer secret"}
+        assert server.post("/predict", {"instances": ["good"]}, headers=key).json()["predictions"][0]["error"] is None
 
 
 def test_models_that_write_are_refused(tiny_gpt2: Path) -> None:

@@ -47,7 +47,7 @@ def run_isolated(
             if len(named.reasons) < len(batch):
                 pending.append(np.delete(batch, list(named.reasons)))
         except Exception as error:
-            if _device_is_lost(error):
+            if device_is_lost(error):
                 if attempt is not None:
                     os._exit(1)  # no later call would work; the next process finds the row in the attempt log
                 raise
@@ -66,6 +66,6 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def _device_is_lost(error: Exception) -> bool:
+def device_is_lost(error: Exception) -> bool:
     """Return whether every later call on the device will fail too, for any row."""
     return type(error).__name__ == "AcceleratorError" and not ran_out_of_memory(error)

@@ -4,11 +4,9 @@ import base64
 from typing import Any, Literal
 
 import numpy as np
-from fastapi import Request
-from starlette.responses import Response
 
-from torchlake.serving.exchange import Refused, ServedRequest, reply
-from torchlake.serving.tei import Body, checked, embedded, schema_of
+from torchlake.serving.exchange import Refused, Route, ServedRequest
+from torchlake.serving.protocols.texts import Body, embedded, route
 
 TOKENS = "send texts; in LangChain set check_embedding_ctx_length=False"
 
@@ -23,15 +21,13 @@ class EmbeddingsBody(Body):
     user: str | None = None
 
 
-def routes() -> list[tuple[str, str, Any, Any]]:
-    """Return path, method, handler and schema of the body of each route."""
-    return [(path, "POST", embeddings, schema_of(EmbeddingsBody)) for path in ("/v1/embeddings", "/embeddings")]
+def routes() -> list[Route]:
+    """Return the routes."""
+    return [route(path, EmbeddingsBody, embeddings) for path in ("/v1/embeddings", "/embeddings")]
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(used: ServedRequest, body: EmbeddingsBody) -> Any:
     """Return the vectors of texts."""
-    used: ServedRequest = request.scope["torchlake"]
-    body = checked(EmbeddingsBody, used.json())
     if body.model is not None and body.model not in used.service.names:
         raise Refused(404, f"model: this server has {used.service.name!r}", field="model", code="model_not_found")
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -44,7 +40,7 @@ async def embeddings(request: Request) -> Response:
         for at, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": used.tokens, "total_tokens": used.tokens}
-    return reply({"object": "list", "data": data, "model": used.service.name, "usage": usage})
+    return {"object": "list", "data": data, "model": used.service.name, "usage": usage}
 
 
 def _written(vector: np.ndarray, form: str) -> Any:

@@ -8,12 +8,13 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from fastapi import Request
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from torchlake import plugins
@@ -26,32 +27,27 @@ from torchlake.tables.arrays import from_strings
 from torchlake.tasks import NUMBER, TEXT
 from torchlake.tasks._inputs import columns_of
 
-FORMS = ("dataframe_split", "dataframe_records", "instances", "inputs")
 OPTIONS = ("params", "parameters")
 PARQUET = ("application/vnd.apache.parquet", "application/x-parquet")
+BINARY = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 IMAGE = "image"
 "The input whose values are images: base64 in JSON and CSV, never a path or URL."
-ROW: dict[str, Any] = {"type": "object", "additionalProperties": True}
-VALUES: dict[str, Any] = {"type": "array", "items": {"anyOf": [ROW, {"type": "string"}]}}
-SPLIT = {
-    "type": "object",
-    "properties": {"columns": {"type": "array", "items": {"type": "string"}}, "data": {"type": "array"}},
-}
+
+
+class InvocationsBody(BaseModel):
+    """The body of /invocations: exactly one of its fields, each with rows or columns."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    dataframe_split: dict[Literal["columns", "data"], list[Any]]
+    dataframe_records: list[dict[str, Any]]
+    instances: list[dict[str, Any] | str]
+    inputs: list[dict[str, Any] | str] | dict[str, list[Any]]
+
+
+FORMS = tuple(InvocationsBody.model_fields)
 SCHEMA = {
-    "application/json": {
-        "schema": {
-            "type": "object",
-            "minProperties": 1,
-            "maxProperties": 1,
-            "additionalProperties": False,
-            "properties": {
-                "dataframe_split": {**SPLIT, "required": ["columns", "data"]},
-                "dataframe_records": {"type": "array", "items": ROW},
-                "instances": VALUES,
-                "inputs": {"anyOf": [VALUES, ROW]},
-            },
-        }
-    },
+    "application/json": {"schema": {**InvocationsBody.model_json_schema(), "required": []}},
     "text/csv": {"schema": {"type": "string"}},
     PARQUET[0]: {"schema": {"type": "string", "format": "binary"}},
 }
@@ -61,12 +57,8 @@ async def invocations(request: Request) -> Response:
     """Return a row of predictions, or with an error, for each row of the request."""
     used: ServedRequest = request.scope["torchlake"]
     spec, options = used.model.spec, used.service.options
-    read = {
-        "application/json": _from_json,
-        "": _from_json,
-        "text/csv": _from_csv,
-        **dict.fromkeys(PARQUET, _from_parquet),
-    }
+    read = {"": _from_json, "application/json": _from_json, "text/csv": _from_csv}
+    read |= dict.fromkeys(PARQUET, _from_parquet)
     if used.content_type not in read:
         raise Refused(415, f"content-type: expected application/json, text/csv or {PARQUET[0]}")
     columns = read[used.content_type](used.body, spec, options.max_rows)
@@ -183,7 +175,9 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         if size > 64 * max(len(body), 1 << 20):
             raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
         # Strings stay in dictionaries until their length is known: one long value may stand in every row.
-        texts = [name for name in names if _is_binary(file.schema_arrow.field(name).type)]
+        kinds = {name: file.schema_arrow.field(name).type for name in names}
+        plain = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+        texts = [name for name, kind in plain.items() if kind in BINARY]
         table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=texts, use_threads=False)
         for name in texts:
             lengths = pa.compute.binary_length(table[name].combine_chunks().dictionary)
@@ -193,13 +187,6 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         return {name: table[name].to_pylist() for name in names}
     except (pa.ArrowException, OSError, ValueError, KeyError):
         raise Refused(400, f"{PARQUET[0]}: this is not a Parquet file that can be read") from None
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(
-        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-    )
 
 
 def _as_table(columns: Mapping[str, Any], spec: TaskSpec) -> tuple[pa.Table, dict[int, str]]:

@@ -1,0 +1,240 @@
+"""Connections with limits, and a server that stops without losing a request.
+
+Stopping: (1) /health turns 503 and every answer closes its connection, (2) the socket closes, (3) accepted requests are
+answered. An idle connection is closed last: a client that uses it again meanwhile is still served.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from torchlake.serving.options import ServeOptions
+from torchlake.serving.service import Service, renew
+
+log = logging.getLogger(__name__)
+
+MAX_HEADERS = 64 << 10
+"Bytes of the request line and headers."
+IDLE_S = 1.0
+"Seconds after SIGTERM in which a client that had an idle connection may use it again."
+BACKLOG = 2048
+HANGS = 70
+"The exit code of a process whose model hangs, or has lost its device: its supervisor starts it again."
+TICK_S = 0.05
+LOOP_S = 60.0
+"Seconds that the event loop may stand still at least."
+
+
+class Connection(HttpToolsProtocol):
+    """An HTTP connection with limits on headers, on time, and on the number of connections."""
+
+    def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
+        super().__init__(config, *rest, **named)
+        application: Any = config.app
+        self._options: ServeOptions = application.state.service.options
+        self._received, self._complete, self._ended = 0, False, False
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = 2 * self._options.max_requests
+        if len(self.connections) > most:
+            self._refuse(503, f"the server has {most:,} connections")
+        self._wait(self._slow)
+
+    def on_message_begin(self) -> None:
+        self._received, self._complete = 0, False
+        self._wait(self._slow)
+        super().on_message_begin()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
+            # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
+            self._wait(self.transport.close)
+        self._ended = False
+        super().data_received(data)
+        if self._complete or self.transport.is_closing():
+            return
+        # Of a chunk that ends another request an unknown part belongs to these headers: the next chunks count.
+        self._received += 0 if self._ended else len(data)
+        if self._received > MAX_HEADERS:
+            self._too_large()
+
+    def on_headers_complete(self) -> None:
+        self._complete = True
+        self._wait(None)
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
+            self._too_large()
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._ended = True
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait(None)
+        super().connection_lost(exc)
+
+    def _slow(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"the headers did not arrive within {self._options.read_timeout:g} seconds")
+
+    def _wait(self, late: Callable[[], None] | None) -> None:
+        """Call `late` after the time to read, in place of what was to be called before."""
+        if self._late is not None:
+            self._late.cancel()
+        self._late = None if late is None else self.loop.call_later(self._options.read_timeout, late)
+
+    def _too_large(self) -> None:
+        self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = f'{{"error":"{message}","error_type":"{"Overloaded" if status == 503 else "Validation"}"}}'
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+        self.transport.write(f"{head}{body}".encode())
+        self.transport.close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is read or answered, and none has arrived in the socket."""
+        if (self.cycle is not None and not self.cycle.response_complete) or (self._received and not self._complete):
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
+
+
+class ServerProcess(uvicorn.Server):
+    """uvicorn's server with another way to stop. `status` is the exit code."""
+
+    def __init__(self, application: FastAPI) -> None:
+        self.service: Service = application.state.service
+        options = self.service.options
+        super().__init__(
+            uvicorn.Config(
+                application,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=75,
+                backlog=BACKLOG,
+                host=options.host,
+                port=options.port,
+            )
+        )
+        self.status, self.signum = 0, 0
+        self.watched = False
+        "Whether the process ends, with 1, if this event loop stands still: what a thread hangs in may hold all others."
+        self._renewing: asyncio.Task[bool] | None = None
+        self._renew = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to stop; a second signal ends at once."""
+        if self.should_exit:
+            self.status = 128 + sig
+            self.force_exit = True
+        self.signum, self.should_exit = sig, True
+        self.service.draining = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Handle signals in the block, and restore the handlers before; nothing is raised again after it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
+        handlers[signal.SIGHUP] = self._look_for_model
+        before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _look_for_model(self, sig: int, frame: Any) -> None:
+        self._renew = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop: at a signal, or because the model hangs."""
+        self.service.ensure_watching()
+        if self.watched and counter % 10 == 0 and sys.__stderr__ is not None:
+            seconds = max(LOOP_S, self.service.options.row_timeout)
+            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
+        if self._renew and (self._renewing is None or self._renewing.done()):
+            self._renew, self._renewing = False, asyncio.create_task(renew(self.service))
+        if self.service.hung is not None and not self.should_exit:
+            self.status, self.should_exit, self.service.draining = HANGS, True, True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what was accepted, and close."""
+        faulthandler.cancel_dump_traceback_later()
+        options, began = self.service.options, time.monotonic()
+        connections: set[Any] = self.server_state.connections
+
+        def passed() -> float:
+            return time.monotonic() - began
+
+        while passed() < options.drain_delay and connections and not self.force_exit:
+            await asyncio.sleep(TICK_S)
+        await self._close_listeners(sockets or [])
+        while connections and passed() < options.drain_timeout and not self.force_exit:
+            if passed() > options.drain_delay + IDLE_S or self.service.hung is not None:
+                for connection in list(connections):
+                    if connection.idle:
+                        connection.transport.close()
+            await asyncio.sleep(TICK_S)
+        self.service.over = True
+        left = list(self.service.tasks)
+        if left:
+            self.status = self.status or 128 + (self.signum or signal.SIGTERM)
+            log.warning("%d requests were not answered within %g seconds", len(left), options.drain_timeout)
+        for task in left:
+            task.cancel()
+        if left and not self.force_exit:
+            await asyncio.wait(left, timeout=1)
+        for connection in list(connections):
+            connection.transport.close()
+
+    async def _close_listeners(self, sockets: list[socket.socket]) -> None:
+        """Close the sockets, but first accept who waits there: the system would reset these connections."""
+        waiting: list[socket.socket] = []
+        for one in sockets:
+            with contextlib.suppress(OSError):  # BlockingIOError: there is none
+                while True:
+                    waiting.append(one.accept()[0])
+        for server in self.servers:
+            server.close()
+        for one in sockets:
+            one.close()
+        loop, state = asyncio.get_running_loop(), self.lifespan.state
+        for each in waiting:
+            each.setblocking(False)
+            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, state), each)

@@ -1,0 +1,128 @@
+"""Faults under load: a process that is killed, and new models, lose no request of others and mix no answers."""
+
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import tiny
+import torchlake as tl
+from serving_runs import free_port, started, until
+
+pytestmark = pytest.mark.slow
+TEXTS = [" ".join(["good", "film", "a", "bore", "bad"][at % 5 :] * (1 + at % 9)) for at in range(60)]
+
+
+def scores(model: Path) -> list[float]:
+    return [row["prob_good"] for row in tl.load(model, all_probabilities=True)(TEXTS)]
+
+
+def right(response: httpx.Response, rows: list[int], expected: list[float]) -> bool:
+    """Whether each row has its own score; no two rows of TEXTS have the same."""
+    found = [{one["label"]: one["score"] for one in row}["good"] for row in response.json()]
+    return found == pytest.approx([expected[row] for row in rows], abs=1e-5)
+
+
+@contextmanager
+def load(port: int, judge: Callable[[httpx.Response, list[int]], Any]) -> Iterator["Counter[Any]"]:
+    """Send requests of 1 to 4 rows from 12 clients, and count what `judge` says of the answers, or the error."""
+    stop, counts = threading.Event(), Counter[Any]()
+
+    def call(first: int) -> None:
+        at = first
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120)
+        while not stop.is_set():
+            at += 7
+            rows = [(at + more) % len(TEXTS) for more in range(1 + at % 4)]
+            try:
+                response = client.post("/predict", json={"inputs": [TEXTS[row] for row in rows]})
+            except httpx.TransportError:
+                counts["lost"] += 1
+                client.close()
+                client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120)
+            else:
+                counts[judge(response, rows) if response.status_code == 200 else response.status_code] += 1
+        client.close()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(120)
+
+
+def test_a_process_that_is_killed_loses_its_own_requests_only(tiny_model: Path) -> None:
+    expected, port = scores(tiny_model), free_port()
+    process = started(tiny_model, "--quiet", "--processes", "2", port=port)
+
+    def get(path: str) -> str:
+        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False, timeout=120).text
+
+    until(lambda: "torchlake_processes 2.0" in get("/metrics"), within=200)
+    with load(port, lambda response, rows: right(response, rows, expected)) as counts:
+        for _ in range(2):
+            until(lambda: counts[True] > 100, within=200)
+            counts.clear()
+            (victim, *_) = sorted(psutil.Process(process.pid).children(), key=lambda one: -one.memory_info().rss)
+            victim.kill()
+            until(lambda: get("/health") == "1 of 2 processes serve\n", within=200)
+            until(lambda: "torchlake_processes 2.0" in get("/metrics"), within=200)
+            assert get("/health") == "\n"
+            # Only what the killed process had: at most one request of each client.
+            assert counts["lost"] <= 12
+            assert set(counts) <= {True, "lost"}
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-2000:]
+
+
+def test_twenty_new_models_under_load_mix_no_answers(tiny_bert: Path, tmp_path: Path) -> None:
+    folders = [tiny.build_model(tmp_path / f"model{seed}", encoder=tiny_bert, seed=seed) for seed in (0, 1)]
+    expected, port, link = [scores(folder) for folder in folders], free_port(), tmp_path / "current"
+    damaged = shutil.copytree(folders[1], tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    link.symlink_to(folders[0])
+    process = started(link, "--quiet", port=port)
+    models: dict[str, int] = {}
+    metrics = f"http://127.0.0.1:{port}/metrics"
+
+    def sha() -> str:
+        found: str = httpx.get(f"http://127.0.0.1:{port}/info", trust_env=False, timeout=120).json()["model_sha"]
+        return found
+
+    def point(folder: Path) -> None:
+        (tmp_path / "next").symlink_to(folder)
+        (tmp_path / "next").rename(link)
+        process.send_signal(signal.SIGHUP)
+
+    def judge(response: httpx.Response, rows: list[int]) -> bool:
+        return right(response, rows, expected[models[response.headers["x-model-sha"]]])
+
+    models[sha()] = 0
+    point(folders[1])
+    until(lambda: sha() not in models, within=200)
+    models[sha()] = 1
+    with load(port, judge) as counts:
+        for number in range(20):
+            if number == 10:
+                point(damaged)
+                until(lambda: "torchlake_reload_failures 1.0" in httpx.get(metrics, trust_env=False).text, within=200)
+            point(folders[number % 2])
+            now = number % 2
+            until(lambda now=now: models[sha()] == now, within=200)
+    assert set(counts) == {True}
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-2000:]
