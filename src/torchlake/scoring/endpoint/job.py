@@ -27,8 +27,9 @@ from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.runtimes._http.limits import LimitOptions
+from torchlake.scoring.endpoint.budget import Amount, BudgetOptions, open_account
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
-from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, spent_in
+from torchlake.scoring.endpoint.usage import Spent, spent_in
 from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
 from torchlake.scoring.options import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
@@ -71,8 +72,8 @@ class JobLimits:
             most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
         return max(1, min(most))
 
-    def shares(self, processes: int, spent: Spent, shared: Path | None) -> tuple[LimitOptions, BudgetOptions]:
-        """Return the limits of each process, and what it may spend of what is left.
+    def of_process(self, processes: int, shared: Path | None) -> LimitOptions:
+        """Return the limits of each process.
 
         By the file `shared`, processes of one machine share the rates; else each has an equal part.
         """
@@ -80,15 +81,12 @@ class JobLimits:
         if shared is None and processes > 1:
             requests = None if requests is None else math.floor(requests / processes)
             tokens = None if tokens is None else tokens / processes
-        limits = LimitOptions(
+        return LimitOptions(
             concurrency=None if self.concurrency is None else max(1, self.concurrency // processes),
             requests_per_minute=requests,
             tokens_per_minute=tokens,
             shared=None if shared is None else str(shared),
         )
-        cost = None if self.max_cost is None else max(0.0, self.max_cost - spent.cost) / processes
-        left = None if self.max_tokens_total is None else max(0, self.max_tokens_total - spent.tokens) / processes
-        return limits, BudgetOptions(cost=cost, tokens=left)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +98,9 @@ class EndpointJob:
     engine: Engine
     name: str = "predict"
     fitted: bool = False
-    earlier: Spent = field(default_factory=Spent)
+    spent: Spent = field(default_factory=Spent)
+    taken: Amount = field(default_factory=Amount)
+    "By the rows of earlier increments of this call, and of their accounts."
 
     @property
     def key(self) -> str | None:
@@ -185,20 +185,19 @@ class EndpointJob:
         return {name: value for name, value in found.items() if value}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[AskedChunk, None, None]:
-        done = [part.name for part in out.done]
-        self.earlier = self._spent(out, done)
         processes = self.limits.processes(self.engine.processes or 1, len(items))
         workspace, shared = workspace_of(out), None
         if isinstance(self.engine, Local) and processes > 1:
             shared = Path(workspace.journal, RATES)
             shared.unlink(missing_ok=True)  # of an earlier call: moments that were never used
-        limits, budget = self.limits.shares(processes, self.earlier, shared)
+        account = open_account(workspace.rows, create=True)
+        budget = BudgetOptions(cost=self.limits.max_cost, tokens=self.limits.max_tokens_total).left(self.taken)
         fair = len(items) if processes == 1 else len(items) // (ROUNDS * processes)
         mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
         settings = replace(
             self.settings,
-            limits=limits,
-            budget=budget,
+            limits=self.limits.of_process(processes, shared),
+            budget=BudgetOptions(**vars(budget)),
             workspace=workspace,
             chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), fair)),
         )
@@ -209,7 +208,7 @@ class EndpointJob:
             name=f"predict {out.title}",
             label=chunk_label,
         )
-        spent, left, reached = self.earlier, 0, ""
+        spent, left, reached = self.spent + self._spent(out, [part.name for part in out.done]), 0, ""
         try:
             for one in results:
                 spent += one.spent
@@ -217,23 +216,29 @@ class EndpointJob:
                     left, reached = left + one.left, one.reached
                 else:
                     yield one
+            self.spent, self.taken = spent, self.taken.plus(account.read())
+            if left:
+                raise self._reached(reached, left)
         finally:
             results.close()
-        if left:
-            raise self._reached(reached, spent, left)
+            account.close()
 
-    def _reached(self, name: str, spent: Spent, left: int) -> LimitReached:
+    def _reached(self, name: str, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        unit = "" if name == "max_cost" else " tokens"
-        used = f"{spent.cost:,.4f}" if name == "max_cost" else f"{spent.tokens:,}"
-        more = ""
-        if spent.rows:
-            each = (spent.cost if name == "max_cost" else spent.tokens) / spent.rows
-            more = f" (about {each * left:,.4f} more)" if name == "max_cost" else f" (about {each * left:,.0f} more)"
+        spent, in_money = self.spent, name == "max_cost"
+        used, counted = (self.taken.cost, spent.cost) if in_money else (self.taken.tokens, spent.tokens)
+
+        def shown(value: float) -> str:
+            return f"{value:,.4f}" if in_money else f"{value:,.0f} tokens"
+
+        more = f" (about {shown(used / spent.rows * left)} more)" if spent.rows else ""
+        other = shown(used - counted)
+        lost = "" if other == shown(0.0) else f", {other} of it for requests without an answer or a count"
+        are = "is" if left == 1 else "are"
         return LimitReached(
-            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
-            f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
-            "continues."
+            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {shown(used)}{lost}, "
+            f"and {count(left, 'row')} {are} left{more}. What is finished is kept: the same command with a higher "
+            f"{name} continues."
         )
 
     def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:

@@ -21,6 +21,7 @@ from torchlake.tasks._prompts import with_prompts
 
 BATCH_SHARE = 0.5
 "Of the price that hosted models take for requests in batches."
+PACED = ("concurrency", "requests_per_minute", "tokens_per_minute")
 TAKEN = {
     *JobArguments.__annotations__,
     *SamplingArguments.__annotations__,
@@ -51,6 +52,11 @@ def endpoint_job(
     for name, value in asdict(limits).items():
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name}: expected a number above 0, got {value}.")
+    paced = [name for name in PACED if getattr(limits, name) is not None]
+    if given.get("batch_api") and paced:
+        raise UsageError(
+            f"batch_api and {', '.join(paced)}: an endpoint works on a batch at its own pace; leave them out."
+        )
     if limits.max_cost is not None and price is None:
         raise UsageError("max_cost: the prices of the model are needed: price (--price prices.yaml).")
     settings = EndpointSettings(

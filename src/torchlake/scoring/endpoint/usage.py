@@ -1,12 +1,8 @@
-"""What answers cost: prices, budgets, and the sums of an output.
+"""What answers cost: prices, columns, and the sums of an output.
 
-    prices.yaml    small-model: {input: 0.25, cached: 0.025, output: 2.0}     per million tokens
-
-A budget is for one process, its share of what the job has left. A request starts if the budget has room for it and all
-open ones, each with the longest answer that it may have, so a job stays below its limits.
+prices.yaml    small-model: {input: 0.25, cached: 0.025, output: 2.0}     per million tokens
 """
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +21,6 @@ MILLION = 1_000_000
 COUNTED = ("prompt_tokens", "generated_tokens", "cached_tokens")
 "The columns of tokens; with prices there is also `cost`."
 COST = "cost"
-FIRST_RATIO = 1.5
-"How many times its estimate a prompt may have, until there are answers."
 CHARACTERS = 4
 "Of a token, on average, in a guess."
 
@@ -132,52 +126,3 @@ def usage_columns(answers: list[Answer | None], price: Price | None) -> list[tup
         costs = [None if one is None else price.cost_of(one) for one in answers]
         made.append((pa.field(COST, pa.float64()), pa.array(costs, pa.float64())))
     return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """What a process may spend; None: no limit."""
-
-    cost: float | None = None
-    tokens: float | None = None
-
-
-class SpendingBudget:
-    """What is left of a process's share."""
-
-    def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
-        self._options, self._price, self._most = options, price, most_tokens
-        self._tokens = self._cost = 0.0
-        self._ratio, self._seen = FIRST_RATIO, False
-        self._counting = threading.Lock()
-        self.reached: str | None = None
-        "The limit because of which a row was not asked; then no other one is."
-        self._full: str | None = None
-
-    def count(self, answer: Answer, estimate: float) -> None:
-        """Count an answer; `estimate` is that of the tokens of its prompt, which count if the endpoint says nothing."""
-        known, written = answer.prompt_tokens, answer.generated_tokens
-        prompt = estimate if known is None else known
-        generated = sum(map(len, answer.texts)) / CHARACTERS if written is None else written
-        with self._counting:
-            self._tokens += prompt + generated
-            if self._price is not None:
-                self._cost += self._price.cost(prompt, generated, min(answer.cached_tokens or 0, prompt))
-            if known is not None:
-                self._ratio, self._seen = max(self._ratio if self._seen else 0.0, known / max(estimate, 1.0)), True
-            self._most = max(self._most, int(generated))
-
-    def may_start(self, open_requests: int, estimate: float) -> bool:
-        """Return whether one more request fits; `open_requests` are open with it, of `estimate` tokens of prompts."""
-        prompt, generated = estimate * self._ratio, float(self._most * open_requests)
-        limits, price, full = self._options, self._price, self.reached
-        if limits.tokens is not None and self._tokens + prompt + generated > limits.tokens:
-            full = full or "max_tokens_total"
-        if limits.cost is not None and price is not None and self._cost + price.cost(prompt, generated) > limits.cost:
-            full = full or "max_cost"
-        self._full = full or self._full
-        return full is None
-
-    def close(self) -> None:
-        """Let no other request start: there was no room for one."""
-        self.reached = self._full

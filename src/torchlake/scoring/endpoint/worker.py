@@ -8,11 +8,12 @@ requests only: the next attempt at the chunk finds all others in the journal.
 """
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import reduce
 from pathlib import PurePath
 from typing import Any
 
@@ -24,9 +25,11 @@ from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
 from torchlake.outputs.parts import Part
 from torchlake.runtimes._http.answers import Answer, answer_of
+from torchlake.runtimes._http.requests import Begun
 from torchlake.runtimes.http import Asking, Question
-from torchlake.scoring.endpoint.rows import Asked, EndpointSettings, answer_columns, read_rows
-from torchlake.scoring.endpoint.usage import SpendingBudget, Spent, spent_on
+from torchlake.scoring.endpoint.budget import Amount, Asked, SpendingBudget
+from torchlake.scoring.endpoint.rows import EndpointSettings, answer_columns, read_rows
+from torchlake.scoring.endpoint.usage import Spent, spent_on
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
@@ -57,13 +60,12 @@ class OpenChunk:
 
     def __init__(self, journal: Journal, asked: dict[int, Asked], budget: SpendingBudget) -> None:
         self.journal, self._asked, self._budget = journal, asked, budget
-        self.answers: dict[int, Answer] = {}
+        self.answers = {row: answer_of(kept) for row, kept in journal.known.items()}
         self.skipped = 0
         self.error: BaseException | None = None
+        self._aside: dict[int, Amount] = {}
+        "What open requests may take."
         self._ended = threading.Event()
-        for row, kept in journal.known.items():
-            self.answers[row] = answer_of(kept)
-            budget.count(self.answers[row], asked[row].tokens)
         self._check()
 
     def questions(self, name: str) -> list[Question]:
@@ -72,19 +74,46 @@ class OpenChunk:
         left = [(row, one) for row, one in self._asked.items() if row not in self.answers]
         return [Question(self, row, f"{stem}-{row}", one.body, one.tokens) for row, one in left]
 
+    def begin(self, row: int) -> bool:
+        """Set aside what a request may take; what one before it may have taken stays in the account."""
+        self._settle(row, None)
+        most = self._budget.set_aside(self._asked[row])
+        if most is not None:
+            self._aside[row] = most
+        return most is not None
+
+    def may_get_room(self) -> bool:
+        """Return whether a row may be asked later."""
+        return self._budget.may_get_room()
+
     def keep(self, row: int, answer: Answer) -> None:
         """Keep an answer before its slot is free; one that may come out better is not kept for the next attempt."""
         if answer.final:
             self.journal.append(row, answer.to_bytes())
-        self._budget.count(answer, self._asked[row].tokens)
+        self._settle(row, answer)
         self.answers[row] = answer
         self._check()
 
     def skip(self, row: int) -> None:
         """Count a row that is not asked."""
-        self._budget.close()
+        self._settle(row, None)
+        self._budget.give_up()
         self.skipped += 1
         self._check()
+
+    @property
+    def set_aside(self) -> Amount:
+        """What all open requests may take."""
+        return reduce(Amount.plus, self._aside.values(), Amount())
+
+    def adopt(self, rows: Sequence[int], most: Amount) -> None:
+        """Take over requests that are open since an earlier attempt, and may take this together."""
+        self._budget.adopt(len(rows))
+        self._aside = dict.fromkeys(rows, Amount().plus(most, 1 / len(rows)))
+
+    def _settle(self, row: int, answer: Answer | None) -> None:
+        if row in self._aside:
+            self._budget.settle(self._aside.pop(row), self._asked[row], answer)
 
     def fail(self, error: BaseException) -> None:
         """Let `wait` raise the error, unless there is nothing to wait for."""
@@ -114,6 +143,35 @@ class OpenChunk:
             self._ended.set()
 
 
+class BatchNotes:
+    """The batch of a chunk's `rows`, in the journal of the first one without an answer: the longest is the latest."""
+
+    def __init__(self, chunk: OpenChunk, rows: Sequence[int]) -> None:
+        self._chunk, self._rows = chunk, rows
+        begun = chunk.journal.begun
+        self._before = next((begun[row] for row in rows if row in begun), b"")
+        self._row, self._kept = -1, 0
+
+    def known(self) -> Begun | None:
+        """Return the batch that an earlier attempt has begun; what it may take is in the account."""
+        if not self._before:
+            return None
+        note = json.loads(self._before.splitlines()[-1])
+        self._chunk.adopt(self._rows, Amount(*note["most"]))
+        return Begun(note["file"], note["batch"])
+
+    def add(self, begun: Begun) -> None:
+        """Keep a batch."""
+        row = next(row for row in self._rows if row not in self._chunk.answers)
+        if row != self._row:
+            self._row, self._kept = row, 0
+        most = self._chunk.set_aside
+        note = json.dumps({"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens]}).encode() + b"\n"
+        note = note if self._kept else self._before + note
+        self._chunk.journal.extend(row, self._kept, note)
+        self._kept += len(note)
+
+
 @dataclass(frozen=True)
 class ReadRows:
     """A chunk whose rows are being asked."""
@@ -132,10 +190,9 @@ def make_endpoint_worker(
     """Return a worker that has the rows of (chunk, part name) pairs asked, and yields a report for each."""
     reader, workspace = ChunkReader(settings.columns), settings.workspace
     assert workspace is not None, "a job has a workspace"
-    budget = SpendingBudget(settings.budget, settings.price, settings.endpoint.most_tokens)
-    asking = Asking(settings.endpoint, settings.limits, budget.may_start)
+    budget = SpendingBudget(settings.budget, settings.price, workspace.rows)
+    asking = Asking(settings.endpoint, settings.limits)
     opened: list[OpenChunk] = []
-
     names: dict[int, str] = {}
 
     def start(chunk: Chunk, attempt: Attempt) -> ReadRows | None:
@@ -150,9 +207,8 @@ def make_endpoint_worker(
         opened.append(found)
         questions = found.questions(name)
         if settings.batch_api and questions:
-            begun = next((journal.begun[one.row] for one in questions if one.row in journal.begun), b"")
-            known = begun.split(b"\n")[-1].decode() or None
-            asking.add_batch(questions, known, partial(_begun, journal, questions[0].row, begun))
+            notes = BatchNotes(found, [one.row for one in questions])
+            asking.add_batch(questions, notes.known, notes.add)
         else:
             asking.add(questions)
         return ReadRows(table, errors, found)
@@ -184,6 +240,8 @@ def make_endpoint_worker(
                 with suppress(StorageError):  # the first error is the cause
                     one.journal.close()
             raise
+        finally:
+            budget.close()
 
     return worker
 
@@ -203,11 +261,6 @@ def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached
     rows.open.journal.remove()
     examples = examples_of(one.chunk, made["error"])
     return AskedChunk(part=part, examples=examples, written=spent.generated_tokens, spent=spent)
-
-
-def _begun(journal: Journal, row: int, before: bytes, batch: str) -> None:
-    """Keep the id of a batch after those `before` it, so that the next attempt finds it: the longest is the latest."""
-    journal.extend(row, 0, before + b"\n" + batch.encode())
 
 
 def _noted(items: Iterator[tuple[Chunk, str]], names: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
