@@ -1,5 +1,6 @@
 """What a job may spend holds, whatever its processes do, die or are told."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import s3_server
 from s3_server import BUCKET
 from torchlake.errors import StorageError
 from torchlake.runtimes._http.answers import Answer
-from torchlake.scoring.endpoint.budget import Amount, Asked, BudgetOptions, SpendingBudget, open_account
+from torchlake.scoring.endpoint.budget import UNLIMITED, Amount, Asked, SpendingBudget, open_account
 from torchlake.scoring.endpoint.usage import Price
 
 PRICE = Price(input=1.0, output=3.0, cached=0.5)
@@ -52,7 +53,7 @@ STEPS = st.lists(
 def test_no_order_of_requests_answers_and_kills_takes_more_than_the_limits(
     steps: list[tuple[int, str, Paid]], limit: int
 ) -> None:
-    limits = BudgetOptions(cost=1.5 * limit / 1e6, tokens=limit)
+    limits = Amount(1.5 * limit / 1e6, limit)
     with TemporaryDirectory() as name:
         account = open_account(name, create=True)
         processes = [SpendingBudget(limits, PRICE, name) for _ in range(3)]
@@ -80,7 +81,7 @@ def test_no_order_of_requests_answers_and_kills_takes_more_than_the_limits(
                 opened[number] = []
             kept = account.read()
             assert paid.tokens <= kept.tokens <= limit
-            assert paid.cost <= kept.cost + 1e-12 <= limits.cost + 2e-12  # type: ignore[operator]
+            assert paid.cost <= kept.cost + 1e-12 <= limits.cost + 2e-12
         if not lost and not any(opened):
             assert kept.tokens == paid.tokens, "nothing is set aside for ended requests"
         for one in [account, *processes]:
@@ -89,7 +90,7 @@ def test_no_order_of_requests_answers_and_kills_takes_more_than_the_limits(
 
 def test_room_may_come_from_processes_that_live(tmp_path: Path) -> None:
     open_account(str(tmp_path), create=True).close()
-    limits, asked = BudgetOptions(tokens=55), Asked(body=b"", tokens=1, size=4, most=10)
+    limits, asked = Amount(math.inf, 55), Asked(body=b"", tokens=1, size=4, most=10)
     one, other = (SpendingBudget(limits, None, str(tmp_path)) for _ in range(2))
     most = one.set_aside(asked)
     assert most == Amount(0.0, 30.0)
@@ -122,7 +123,7 @@ def test_room_may_come_from_processes_that_live(tmp_path: Path) -> None:
 def test_what_an_answer_takes(answer: Answer, took: int, tmp_path: Path) -> None:
     """By the endpoint's count, else an estimate; of what may have been paid without an answer the most."""
     account = open_account(str(tmp_path), create=True)
-    budget, asked = SpendingBudget(BudgetOptions(), None, str(tmp_path)), Asked(body=b"", tokens=5, size=20, most=10)
+    budget, asked = SpendingBudget(UNLIMITED, None, str(tmp_path)), Asked(body=b"", tokens=5, size=20, most=10)
     most = budget.set_aside(asked)
     assert most is not None
     budget.settle(most, asked, answer)
@@ -136,7 +137,7 @@ def test_an_account_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
         place = f"s3://{BUCKET}/out/rows"
         with pytest.raises(StorageError, match="its account is gone"):
             open_account(place).change(Amount(0.0, 1.0))
-        account, limits = open_account(place, create=True), BudgetOptions(tokens=1000)
+        account, limits = open_account(place, create=True), Amount(math.inf, 1000)
         one, other = open_account(place), open_account(place)
         for _ in range(4):
             assert one.change(Amount(0.0, 20.0), limits) is None

@@ -12,8 +12,8 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 MARGIN = 1.01
@@ -23,7 +23,7 @@ FIRST, MOST = 8, 1024
 SLOWER = 2.0
 "How many times its best latency an endpoint may take before the number of open requests stops growing."
 SMOOTH = 0.1
-MOMENTS = struct.Struct("<dd")
+PAIR = struct.Struct("<dd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,22 @@ class _Rates:
         with self._moments() as moments:
             moments[1] += tokens * self._units_s[1]
 
-    @contextmanager
-    def _moments(self) -> Iterator[list[float]]:
-        """Yield the moments from which on the next request, and the next token, may start; they may be changed."""
-        if self._file is None:
-            yield self._next
-            return
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            kept = os.pread(self._file, MOMENTS.size, 0)
-            moments = list(MOMENTS.unpack(kept)) if len(kept) == MOMENTS.size else self._next
-            yield moments
-            os.pwrite(self._file, MOMENTS.pack(*moments), 0)
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+    def _moments(self) -> AbstractContextManager[list[float]]:
+        """Return the moments from which on the next request, and the next token, may start; they may be changed."""
+        return nullcontext(self._next) if self._file is None else changing(self._file, self._next)
+
+
+@contextmanager
+def changing(file: int, first: Sequence[float]) -> Iterator[list[float]]:
+    """Yield the two numbers of a file, `first` if it has none, to be changed while other processes wait."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        kept = os.pread(file, PAIR.size, 0)
+        numbers = list(PAIR.unpack(kept) if len(kept) == PAIR.size else first)
+        yield numbers
+        os.pwrite(file, PAIR.pack(*numbers), 0)
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class Limits:

@@ -12,10 +12,10 @@ and what the endpoint has added to prompts so far.
 
 import fcntl
 import json
+import logging
 import math
 import os
 import secrets
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,9 +27,12 @@ from torchlake.errors import StorageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import redacted
 from torchlake.runtimes._http.answers import Answer
+from torchlake.runtimes._http.limits import changing
 from torchlake.scoring.endpoint.usage import CHARACTERS, Price
 from torchlake.storage.objects import Found, ObjectFolder
 from torchlake.storage.urls import is_url
+
+log = logging.getLogger(__name__)
 
 ACCOUNT, OPEN = "spent", "spent.open"
 SYNC_S = 10.0
@@ -37,7 +40,6 @@ AROUND = 16
 "Tokens that an endpoint is expected to put around a prompt, until there is an answer."
 NOT_PAID = ("http_", "content_filter", "batch: ")
 "Errors of requests that the endpoint has refused, or has not begun."
-SUMS = struct.Struct("<dd")
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,14 @@ class Amount:
         return Amount(self.cost + times * other.cost, self.tokens + times * other.tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """What a job may spend; None: no limit."""
+UNLIMITED = Amount(math.inf, math.inf)
 
-    cost: float | None = None
-    tokens: float | None = None
 
-    def left(self, spent: Amount) -> Amount:
-        """Return what is left."""
-        limits = (self.cost, self.tokens)
-        return Amount(*(math.inf if one is None else one for one in limits)).plus(spent, -1.0)
-
-    def exceeded_by(self, spent: Amount) -> str | None:
-        """Return the limit that is exceeded."""
-        if self.tokens is not None and spent.tokens > self.tokens:
-            return "max_tokens_total"
-        return "max_cost" if self.cost is not None and spent.cost > self.cost else None
+def _exceeded(limits: Amount, spent: Amount) -> str | None:
+    """Return the limit that is exceeded."""
+    if spent.tokens > limits.tokens:
+        return "max_tokens_total"
+    return "max_cost" if spent.cost > limits.cost else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +93,16 @@ class FileAccount:
 
     def read(self) -> Amount:
         """Return what is in it."""
-        content = os.pread(self._sums, SUMS.size, 0)
-        return Amount(*SUMS.unpack(content)) if content else Amount()
+        with self._errors(), changing(self._sums, (0.0, 0.0)) as sums:
+            return Amount(*sums)
 
-    def change(self, by: Amount, limits: BudgetOptions | None = None) -> str | None:
+    def change(self, by: Amount, limits: Amount = UNLIMITED) -> str | None:
         """Add an amount; return the limit that has no room for it, and then add nothing."""
-        with self._errors():
-            fcntl.flock(self._sums, fcntl.LOCK_EX)
-            try:
-                sums = self.read().plus(by)
-                if limits is not None and (full := limits.exceeded_by(sums)) is not None:
-                    return full
-                os.pwrite(self._sums, SUMS.pack(sums.cost, sums.tokens), 0)
-            finally:
-                fcntl.flock(self._sums, fcntl.LOCK_UN)
+        with self._errors(), changing(self._sums, (0.0, 0.0)) as sums:
+            new = Amount(*sums).plus(by)
+            if (full := _exceeded(limits, new)) is not None:
+                return full
+            sums[:] = (new.cost, new.tokens)
             if time.monotonic() > self._synced + SYNC_S:
                 self._synced = time.monotonic()
                 os.fsync(self._sums)
@@ -163,11 +152,11 @@ class StoredAccount:
     def read(self) -> Amount:
         return _amount(self._read())
 
-    def change(self, by: Amount, limits: BudgetOptions | None = None) -> str | None:
+    def change(self, by: Amount, limits: Amount = UNLIMITED) -> str | None:
         used = self._used.plus(by)
         lacking = used.plus(self._held, -1.0)
         lacking = Amount(max(0.0, lacking.cost), max(0.0, lacking.tokens))
-        if lacking != Amount() and (full := self._add(lacking, limits or BudgetOptions())) is not None:
+        if lacking != Amount() and (full := self._add(lacking, limits)) is not None:
             return full
         self._used = used
         return None
@@ -183,15 +172,15 @@ class StoredAccount:
             while not self._write(self._read(), self._used.plus(self._held, -1.0)):
                 pass
 
-    def _add(self, lacking: Amount, limits: BudgetOptions) -> str | None:
+    def _add(self, lacking: Amount, limits: Amount) -> str | None:
         passed, self._added = time.monotonic() - self._added, time.monotonic()
         self._ahead = max(1.0, self._ahead * (2.0 if passed < SYNC_S / 2 else 0.5))
         while True:
             found = self._read()
             sums = _amount(found)
-            if (full := limits.exceeded_by(sums.plus(lacking))) is not None:
+            if (full := _exceeded(limits, sums.plus(lacking))) is not None:
                 return full
-            room = limits.left(sums)  # a part of it: other processes need some, too
+            room = limits.plus(sums, -1.0)  # a part of it: other processes need some, too
             more = Amount(
                 max(lacking.cost, min(lacking.cost * self._ahead, room.cost / 4)),
                 max(lacking.tokens, min(lacking.tokens * self._ahead, room.tokens / 4)),
@@ -218,12 +207,13 @@ def open_account(location: str, *, create: bool = False) -> FileAccount | Stored
 class SpendingBudget:
     """What one process takes of the account at `location`; used by one thread."""
 
-    def __init__(self, options: BudgetOptions, price: Price | None, location: str) -> None:
-        self._options, self._price = options, price
+    def __init__(self, limits: Amount, price: Price | None, location: str) -> None:
+        self._limits, self._price = limits, price
         self._account = open_account(location)
         self._open = 0
         self._around: int | None = None
         "The most tokens that a prompt had beyond its estimate; None before the first answer."
+        self._guesses = False
         self._longest = 0.0
         "The tokens of the longest answer."
         self._full: str | None = None
@@ -237,7 +227,7 @@ class SpendingBudget:
         prompt = asked.size + (AROUND if self._around is None else self._around)
         most = self._amount(prompt, asked.most or self._longest, dearest=True)
         self.adopt(1)
-        if (full := self._account.change(most, self._options)) is not None:
+        if (full := self._account.change(most, self._limits)) is not None:
             self._full = full
             self.adopt(-1)
             return None
@@ -276,6 +266,11 @@ class SpendingBudget:
             return Amount() if (answer.error or "").startswith(NOT_PAID) else None
         if prompt is not None:
             self._around = max(self._around or 0, math.ceil(prompt - asked.tokens))
+        elif not self._guesses:
+            self._guesses = True
+            log.warning(
+                "the endpoint does not count tokens: what is spent is a guess, %d characters a token", CHARACTERS
+            )
         generated = sum(map(len, answer.texts)) / CHARACTERS if written is None else written
         self._longest = max(self._longest, generated)
         return self._amount(asked.tokens if prompt is None else prompt, generated, answer.cached_tokens or 0)

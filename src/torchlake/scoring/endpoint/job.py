@@ -25,12 +25,13 @@ from torchlake.engines.local import Local
 from torchlake.errors import LimitReached, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
+from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.outputs.transaction import Transaction
 from torchlake.runtimes._http.limits import LimitOptions
-from torchlake.scoring.endpoint.budget import Amount, BudgetOptions, open_account
+from torchlake.scoring.endpoint.budget import Amount, open_account
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
-from torchlake.scoring.endpoint.usage import Spent, spent_in
-from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
+from torchlake.scoring.endpoint.usage import sums_of
+from torchlake.scoring.endpoint.worker import UnfinishedChunk, make_endpoint_worker
 from torchlake.scoring.options import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
 from torchlake.tables.plan import Chunk, chunk_label
@@ -65,6 +66,11 @@ class JobLimits:
     max_cost: float | None = None
     max_tokens_total: int | None = None
 
+    @property
+    def in_all(self) -> Amount:
+        """What the job may spend."""
+        return Amount(*(math.inf if one is None else one for one in (self.max_cost, self.max_tokens_total)))
+
     def processes(self, wanted: int, chunks: int) -> int:
         """Return how many processes share the limits."""
         most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
@@ -98,9 +104,8 @@ class EndpointJob:
     engine: Engine
     name: str = "predict"
     fitted: bool = False
-    spent: Spent = field(default_factory=Spent)
     taken: Amount = field(default_factory=Amount)
-    "By the rows of earlier increments of this call, and of their accounts."
+    "By earlier increments of this call."
 
     @property
     def key(self) -> str | None:
@@ -184,20 +189,19 @@ class EndpointJob:
         found = {"logprobs": generation.logprobs, "json_columns": columns}
         return {name: value for name, value in found.items() if value}
 
-    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[AskedChunk, None, None]:
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
         processes = self.limits.processes(self.engine.processes or 1, len(items))
         workspace, shared = workspace_of(out), None
         if isinstance(self.engine, Local) and processes > 1:
             shared = Path(workspace.journal, RATES)
             shared.unlink(missing_ok=True)  # of an earlier call: moments that were never used
         account = open_account(workspace.rows, create=True)
-        budget = BudgetOptions(cost=self.limits.max_cost, tokens=self.limits.max_tokens_total).left(self.taken)
         fair = len(items) if processes == 1 else len(items) // (ROUNDS * processes)
         mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
         settings = replace(
             self.settings,
             limits=self.limits.of_process(processes, shared),
-            budget=BudgetOptions(**vars(budget)),
+            budget=self.limits.in_all.plus(self.taken, -1.0),
             workspace=workspace,
             chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), fair)),
         )
@@ -208,50 +212,36 @@ class EndpointJob:
             name=f"predict {out.title}",
             label=chunk_label,
         )
-        spent, left, reached = self.spent + self._spent(out, [part.name for part in out.done]), 0, ""
+        left, reached = 0, ""
         try:
             for one in results:
-                spent += one.spent
                 if isinstance(one, UnfinishedChunk):
                     left, reached = left + one.left, one.reached
                 else:
                     yield one
-            self.spent, self.taken = spent, self.taken.plus(account.read())
+            self.taken = self.taken.plus(account.read())
             if left:
-                raise self._reached(reached, left)
+                raise self._reached(reached, out.plan.rows - left, left)
         finally:
             results.close()
             account.close()
 
-    def _reached(self, name: str, left: int) -> LimitReached:
+    def _reached(self, name: str, done: int, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        spent, in_money = self.spent, name == "max_cost"
-        used, counted = (self.taken.cost, spent.cost) if in_money else (self.taken.tokens, spent.tokens)
-
-        def shown(value: float) -> str:
-            return f"{value:,.4f}" if in_money else f"{value:,.0f} tokens"
-
-        more = f" (about {shown(used / spent.rows * left)} more)" if spent.rows else ""
-        other = shown(used - counted)
-        lost = "" if other == shown(0.0) else f", {other} of it for requests without an answer or a count"
+        used, digits, unit = (self.taken.cost, 4, "") if name == "max_cost" else (self.taken.tokens, 0, " tokens")
+        more = f" (about {used / done * left:,.{digits}f} more)" if done else ""
         are = "is" if left == 1 else "are"
         return LimitReached(
-            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {shown(used)}{lost}, "
+            f"{name}={getattr(self.limits, name):,} is reached: {count(done, 'row')} took {used:,.{digits}f}{unit}, "
             f"and {count(left, 'row')} {are} left{more}. What is finished is kept: the same command with a higher "
             f"{name} continues."
         )
 
-    def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:
-        """Return what the rows of parts took; of vectors the endpoint counts prompts only."""
+    def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
+        # Of vectors the endpoint counts prompts only.
         counts = ["prompt_tokens", *(["generated_tokens", "cached_tokens"] if self.settings.generation else [])]
         counts += [] if self.settings.price is None else ["cost"]
-        return spent_in(out.parts, names, {name: self.settings.prefix + name for name in counts})
-
-    def provenance(self, out: Transaction, made: Sequence[AskedChunk], seconds: float) -> dict[str, Any]:
-        spent = self._spent(out, [part.name for part in out.done]) + self._spent(out, [one.part.name for one in made])
-        usage = {name: value for name, value in asdict(spent).items() if name != "rows"}
-        if self.settings.price is None:
-            del usage["cost"]
+        names = [one.name for one in (*out.done, *(one.part for one in made))]
         return {
             "endpoint": self.settings.endpoint.url,
             "model": self.settings.endpoint.model,
@@ -260,7 +250,7 @@ class EndpointJob:
             **self.environment,
             "rows_scored": sum(chunk.rows for chunk in out.pending),
             "seconds": round(seconds, 3),
-            "usage": usage,
+            "usage": sums_of(out.parts, names, {name: self.settings.prefix + name for name in counts}),
             "errors": [example for chunk in made for example in chunk.examples][:20],
         }
 

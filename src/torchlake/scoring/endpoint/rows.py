@@ -15,7 +15,7 @@ from torchlake.models.generation import GenerationOptions, PromptOptions
 from torchlake.runtimes._http.answers import Answer
 from torchlake.runtimes._http.limits import LimitOptions
 from torchlake.runtimes._http.requests import Endpoint, Prompt, body_options
-from torchlake.scoring.endpoint.budget import Asked, BudgetOptions
+from torchlake.scoring.endpoint.budget import UNLIMITED, Amount, Asked
 from torchlake.scoring.endpoint.usage import CHARACTERS, Price, usage_columns
 from torchlake.tables.arrays import from_strings, is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks._chat import chat_requests, names_of
@@ -46,7 +46,7 @@ class EndpointSettings:
     null: str = "error"
     price: Price | None = None
     limits: LimitOptions = field(default_factory=LimitOptions)
-    budget: BudgetOptions = field(default_factory=BudgetOptions)
+    budget: Amount = UNLIMITED
     batch_api: bool = False
     "Whether the rows of a chunk are asked as one batch."
     row_timeout_s: float = 600.0

@@ -72,47 +72,17 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
     return Price(**{name: float(value) for name, value in values.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """What some answers took."""
-
-    rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    cost: float = 0.0
-
-    def __add__(self, other: "Spent") -> "Spent":
-        """Return the sum."""
-        return Spent(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
-
-    @property
-    def tokens(self) -> int:
-        """Those of prompts and answers."""
-        return self.prompt_tokens + self.generated_tokens
-
-
-def spent_on(answers: Iterable[Answer], price: Price | None) -> Spent:
-    """Return what answers took."""
-    some = list(answers)
-    return Spent(
-        rows=len(some),
-        **{name: sum(getattr(one, name) or 0 for one in some) for name in COUNTED},
-        cost=0.0 if price is None else sum(price.cost_of(one) or 0.0 for one in some),
-    )
-
-
-def spent_in(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> Spent:
-    """Return what the rows of written parts took; `columns` are those of the counts, as {count: column}.
+def sums_of(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the sums over written parts; `columns` are those of the counts, as {count: column}.
 
     Cost: reading these columns.
     """
-    total = Spent()
+    total: dict[str, Any] = dict.fromkeys(columns, 0)
     for name in names:
         with open_parquet(f"{parts.location}/{parts.below}{name}") as parquet:
             rows = parquet.read(columns=list(columns.values()))
-        sums = {one: pc.sum(rows[column]).as_py() or 0 for one, column in columns.items()}
-        total += Spent(rows=rows.num_rows, **sums)
+        for one, column in columns.items():
+            total[one] += pc.sum(rows[column]).as_py() or 0
     return total
 
 

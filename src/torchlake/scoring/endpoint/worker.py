@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import PurePath
 from typing import Any
@@ -23,13 +23,11 @@ from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
-from torchlake.outputs.parts import Part
 from torchlake.runtimes._http.answers import Answer, answer_of
 from torchlake.runtimes._http.requests import Begun
 from torchlake.runtimes.http import Asking, Question
 from torchlake.scoring.endpoint.budget import Amount, Asked, SpendingBudget
 from torchlake.scoring.endpoint.rows import EndpointSettings, answer_columns, read_rows
-from torchlake.scoring.endpoint.usage import Spent, spent_on
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
@@ -38,21 +36,16 @@ NOTE_S = 1.0
 "Seconds between two notes of progress."
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedChunk(WrittenChunk):
-    """A worker's report on a chunk whose rows were all asked."""
-
-    spent: Spent = field(default_factory=Spent)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnfinishedChunk:
     """A worker's report on a chunk whose other rows were not asked, because a limit was reached."""
 
-    spent: Spent
     left: int
     reached: str
     "The limit."
+
+
+Report = WrittenChunk | UnfinishedChunk
 
 
 class OpenChunk:
@@ -102,6 +95,11 @@ class OpenChunk:
         self._check()
 
     @property
+    def written(self) -> int:
+        """The tokens of its answers."""
+        return sum(one.generated_tokens or 0 for one in list(self.answers.values()))
+
+    @property
     def set_aside(self) -> Amount:
         """What all open requests may take."""
         return reduce(Amount.plus, self._aside.values(), Amount())
@@ -134,7 +132,7 @@ class OpenChunk:
                 with attempt.running("score", sorted(new)):
                     pass
                 # No row is suspect if this process dies: requests are not work of its own.
-                attempt.narrow([], sum(one.generated_tokens or 0 for one in list(self.answers.values())))
+                attempt.narrow([], self.written)
             if ended:
                 return
 
@@ -181,12 +179,12 @@ class ReadRows:
     open: OpenChunk
 
 
-Reports = Generator[tuple[Ready[ReadRows | None], AskedChunk | UnfinishedChunk], None, None]
+Reports = Generator[tuple[Ready[ReadRows | None], Report], None, None]
 
 
 def make_endpoint_worker(
     settings: EndpointSettings,
-) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[AskedChunk | UnfinishedChunk]]:
+) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Report]]:
     """Return a worker that has the rows of (chunk, part name) pairs asked, and yields a report for each."""
     reader, workspace = ChunkReader(settings.columns), settings.workspace
     assert workspace is not None, "a job has a workspace"
@@ -213,25 +211,27 @@ def make_endpoint_worker(
             asking.add(questions)
         return ReadRows(table, errors, found)
 
-    def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
+    def write(one: Ready[ReadRows | None]) -> Report:
         if one.read is None:
-            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows, reached=str(budget.reached))
+            return UnfinishedChunk(one.chunk.rows, str(budget.reached))
         one.read.open.wait(one.attempt)
         opened.remove(one.read.open)
         return written(one, one.read, settings, str(budget.reached))
-
-    def lost(part: Part) -> AskedChunk:
-        return AskedChunk(part=part)
 
     def write_each(group: Sequence[Ready[ReadRows | None]], more: More[ReadRows | None]) -> Reports:
         for one in group:
             yield one, write(one)
 
     work = reading_ahead(
-        workspace, settings.row_timeout_s, read=start, write=write_each, lost=lost, most=settings.chunks_ahead
+        workspace,
+        settings.row_timeout_s,
+        read=start,
+        write=write_each,
+        lost=lambda part: WrittenChunk(part=part),
+        most=settings.chunks_ahead,
     )
 
-    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[AskedChunk | UnfinishedChunk]:
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Report]:
         try:
             yield from work(_noted(items, names))
         except BaseException:
@@ -246,21 +246,19 @@ def make_endpoint_worker(
     return worker
 
 
-def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached: str) -> AskedChunk | UnfinishedChunk:
+def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached: str) -> Report:
     """Write the part of a chunk whose requests have ended, unless rows are left because a limit was `reached`."""
     assert settings.workspace is not None, "a job has a workspace"
-    spent = spent_on(rows.open.answers.values(), settings.price)
     if rows.open.skipped:
         rows.open.journal.close()
-        return UnfinishedChunk(spent=spent, left=rows.open.skipped, reached=reached)
+        return UnfinishedChunk(rows.open.skipped, reached)
     made = answer_columns(settings, [rows.open.answers.get(row) for row in range(one.chunk.rows)], rows.errors)
     columns = {"row_id": row_ids(one.chunk)} if settings.key is None else {}
     columns |= {name: rows.table[name] for name in settings.keep}
     output = pa.table({**columns, **{name: made[name] for name in made.column_names}})
     part = settings.workspace.parts.write(one.name, output, chunk=one.chunk.index)
     rows.open.journal.remove()
-    examples = examples_of(one.chunk, made["error"])
-    return AskedChunk(part=part, examples=examples, written=spent.generated_tokens, spent=spent)
+    return WrittenChunk(part=part, examples=examples_of(one.chunk, made["error"]), written=rows.open.written)
 
 
 def _noted(items: Iterator[tuple[Chunk, str]], names: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
