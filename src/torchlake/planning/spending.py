@@ -155,7 +155,7 @@ def _cost(work: EndpointJob, prompt: Between, generated: Between) -> Between | N
 
 def _hours(work: EndpointJob, requests: int, prompt: Between, generated: Between) -> Between | None:
     """Return the hours at the job's limits."""
-    limits = work.limits
+    limits = work.settings.limits
     if limits.requests_per_minute is None and limits.tokens_per_minute is None:
         return None
     by_requests = requests / limits.requests_per_minute if limits.requests_per_minute else 0.0

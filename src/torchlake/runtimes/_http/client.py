@@ -138,7 +138,6 @@ class Client:
                 problem = f"http_{got.status}: {message_of(got.content)[1]}"
                 wait = _retry_after(got.headers)
                 if got.status == 429 or wait:
-                    self._check_quota(got, wait)
                     self.limits.refused(seconds, wait)
             if attempt < self.endpoint.max_retries:
                 if lost and not again():
@@ -200,13 +199,12 @@ class Client:
 
     def _answer(self, got: Response) -> Answer | None:
         """Return what a row gets from a response; None if the request is worth another attempt."""
-        if got.status in RETRIED or got.status >= 500:
-            return None
         if got.status == 200:
             self._answered = True
             return read_answer(self.endpoint, got.content)
-        if got.status == 402 or message_of(got.content)[0].lower() in QUOTA:
-            raise self._quota_reached(got, 0.0)
+        self._check_quota(got)
+        if got.status in RETRIED or got.status >= 500:
+            return None
         self._check_fatal(got)
         self._answered = True
         return refused_row(got.status, got.content)
@@ -272,18 +270,15 @@ class Client:
                 "address before it, such as https://host/v1."
             )
 
-    def _check_quota(self, got: Response, wait: float) -> None:
+    def _check_quota(self, got: Response) -> None:
         """Raise LimitReached if waiting is not worth it."""
-        if message_of(got.content)[0].lower() in QUOTA or wait > LONGEST_WAIT_S:
-            raise self._quota_reached(got, wait)
-
-    def _quota_reached(self, got: Response, wait: float) -> LimitReached:
-        said = self.clean(message_of(got.content)[1])
-        after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
-        return LimitReached(
-            f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {said} "
-            "Finished rows are kept; run the same command again later."
-        )
+        (code, message), wait = message_of(got.content), _retry_after(got.headers)
+        if got.status == 402 or code.lower() in QUOTA or wait > LONGEST_WAIT_S:
+            after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
+            raise LimitReached(
+                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.clean(message)} "
+                "Finished rows are kept; run the same command again later."
+            )
 
     def _broken(self, error: httpx.TransportError, attempt: int) -> str:
         """Return the problem of a connection. Raises UsageError if it is none of this request."""

@@ -9,6 +9,7 @@ One thread uses it: that of the event loop. The tokens of a request are an estim
 
 import asyncio
 import fcntl
+import math
 import os
 import struct
 import time
@@ -23,18 +24,36 @@ FIRST, MOST = 8, 1024
 SLOWER = 2.0
 "How many times its best latency an endpoint may take before the number of open requests stops growing."
 SMOOTH = 0.1
+REQUESTS_OF_A_PROCESS = 60
+"A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
 PAIR = struct.Struct("<dd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits of one process; None: there is none, or it is found while running."""
+    """The limits of a job, or of one of its processes; None: there is none, or it is found while running."""
 
     concurrency: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     shared: str | None = None
     "A file by which the processes of this machine share the two rates; None: each has its own."
+
+    def processes(self, wanted: int, chunks: int) -> int:
+        """Return how many processes share the limits of a job."""
+        most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
+        if self.requests_per_minute is not None:
+            most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
+        return max(1, min(most))
+
+    def of_process(self, processes: int, shared: str | None) -> "LimitOptions":
+        """Return the limits of each process: they share the rates by a file, else each has an equal part."""
+        requests, tokens = self.requests_per_minute, self.tokens_per_minute
+        if shared is None and processes > 1:
+            requests = requests and math.floor(requests / processes)
+            tokens = tokens and tokens / processes
+        each = self.concurrency and max(1, self.concurrency // processes)
+        return LimitOptions(concurrency=each, requests_per_minute=requests, tokens_per_minute=tokens, shared=shared)
 
 
 class _Rates:

@@ -6,7 +6,6 @@ What changes an answer is in the fingerprint: endpoint, model, options, columns 
 limits are not, so the same command with a higher limit continues.
 """
 
-import math
 import platform
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,6 @@ from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
 from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.outputs.transaction import Transaction
-from torchlake.runtimes._http.limits import LimitOptions
 from torchlake.scoring.endpoint.budget import Amount, open_account
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
 from torchlake.scoring.endpoint.usage import sums_of
@@ -52,47 +50,6 @@ ROWS_AHEAD, MOST_AHEAD = 2048, 32
 ROUNDS = 8
 "Times that each process takes chunks, so that the last ones end at about the same time."
 RATES = "rates"
-REQUESTS_OF_A_PROCESS = 60
-"A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobLimits:
-    """The limits of a whole job."""
-
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    concurrency: int | None = None
-    max_cost: float | None = None
-    max_tokens_total: int | None = None
-
-    @property
-    def in_all(self) -> Amount:
-        """What the job may spend."""
-        return Amount(*(math.inf if one is None else one for one in (self.max_cost, self.max_tokens_total)))
-
-    def processes(self, wanted: int, chunks: int) -> int:
-        """Return how many processes share the limits."""
-        most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
-        if self.requests_per_minute is not None:
-            most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
-        return max(1, min(most))
-
-    def of_process(self, processes: int, shared: Path | None) -> LimitOptions:
-        """Return the limits of each process.
-
-        By the file `shared`, processes of one machine share the rates; else each has an equal part.
-        """
-        requests, tokens = self.requests_per_minute, self.tokens_per_minute
-        if shared is None and processes > 1:
-            requests = None if requests is None else math.floor(requests / processes)
-            tokens = None if tokens is None else tokens / processes
-        return LimitOptions(
-            concurrency=None if self.concurrency is None else max(1, self.concurrency // processes),
-            requests_per_minute=requests,
-            tokens_per_minute=tokens,
-            shared=None if shared is None else str(shared),
-        )
 
 
 @dataclass(kw_only=True)
@@ -100,7 +57,6 @@ class EndpointJob:
     """The work of `predict` by an endpoint; see `jobs/work.py`. The settings are completed by the input's columns."""
 
     settings: EndpointSettings
-    limits: JobLimits
     engine: Engine
     name: str = "predict"
     fitted: bool = False
@@ -156,41 +112,32 @@ class EndpointJob:
         return replace(spec, inputs=inputs if own is None else {**inputs, OPTIONS: own})
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
-        settings = self.settings
-        endpoint = settings.endpoint
-        spec = settings.spec
+        settings, spec, endpoint = self.settings, self.settings.spec, self.settings.endpoint
+        generation = settings.generation
         return {
-            "format": 1,
+            "format": 2,
             "runtime": RUNTIME,
             "endpoint": endpoint.url,
             "model": endpoint.model,
             "api": endpoint.api,
             "options": dict(endpoint.options),
-            **({} if not endpoint.choices else {"choices": list(endpoint.choices)}),
+            "choices": list(endpoint.choices),
             "text": spec.text if isinstance(spec.text, str) else list(spec.text),
-            **({} if not spec.inputs else {"inputs": dict(spec.inputs)}),
-            **({} if not spec.rows.chat else {"chat": True}),
-            **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
+            "inputs": dict(spec.inputs),
+            "chat": spec.rows.chat,
+            "prompts": settings.prompts.given(),
             "key": settings.key,
             "columns": list(settings.keep),
-            **({} if not settings.batch_api else {"batch_api": True}),
-            **self._answer_columns(),
+            "batch_api": settings.batch_api,
+            "logprobs": generation and generation.logprobs,
+            "json_columns": bool(generation and generation.structure and generation.structure.columns),
             "prefix": settings.prefix,
             "null": settings.null,
-            **({} if settings.price is None else {"price": asdict(settings.price)}),
+            "price": settings.price and asdict(settings.price),
         }
 
-    def _answer_columns(self) -> dict[str, Any]:
-        """Return the options that decide which columns there are, and that requests do not have."""
-        generation = self.settings.generation
-        if generation is None:
-            return {}
-        columns = generation.structure is not None and generation.structure.columns
-        found = {"logprobs": generation.logprobs, "json_columns": columns}
-        return {name: value for name, value in found.items() if value}
-
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
-        processes = self.limits.processes(self.engine.processes or 1, len(items))
+        processes = self.settings.limits.processes(self.engine.processes or 1, len(items))
         workspace, shared = workspace_of(out), None
         if isinstance(self.engine, Local) and processes > 1:
             shared = Path(workspace.journal, RATES)
@@ -200,8 +147,8 @@ class EndpointJob:
         mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
         settings = replace(
             self.settings,
-            limits=self.limits.of_process(processes, shared),
-            budget=self.limits.in_all.plus(self.taken, -1.0),
+            limits=self.settings.limits.of_process(processes, None if shared is None else str(shared)),
+            budget=self.settings.budget.plus(self.taken, -1.0),
             workspace=workspace,
             chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), fair)),
         )
@@ -228,11 +175,13 @@ class EndpointJob:
 
     def _reached(self, name: str, done: int, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        used, digits, unit = (self.taken.cost, 4, "") if name == "max_cost" else (self.taken.tokens, 0, " tokens")
+        limit, used, digits, unit = (self.settings.budget.cost, self.taken.cost, 4, "")
+        if name == "max_tokens_total":
+            limit, used, digits, unit = (self.settings.budget.tokens, self.taken.tokens, 0, " tokens")
         more = f" (about {used / done * left:,.{digits}f} more)" if done else ""
         are = "is" if left == 1 else "are"
         return LimitReached(
-            f"{name}={getattr(self.limits, name):,} is reached: {count(done, 'row')} took {used:,.{digits}f}{unit}, "
+            f"{name}={limit:,} is reached: {count(done, 'row')} took {used:,.{digits}f}{unit}, "
             f"and {count(left, 'row')} {are} left{more}. What is finished is kept: the same command with a higher "
             f"{name} continues."
         )
