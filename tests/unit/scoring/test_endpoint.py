@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import s3_server
 from fake_endpoint import FakeEndpoint, serving
 from torchlake.cli.main import main
 from torchlake.engines.local import Local
@@ -310,6 +311,23 @@ def test_the_account_goes_on_in_the_next_call(
                 ask(table, endpoint, place, **options)
             assert 6 <= len(endpoint.requests) <= 1 + (120 - 15 - 4) / each, "the second call has no more"
         assert ask(table, endpoint, place, **options | {"max_tokens_total": 600})[0]["prompt_tokens"] is None
+
+
+def test_a_limit_holds_for_an_output_in_a_bucket(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = rows(40)
+    with s3_server.serving() as server, serving() as endpoint:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        place = f"s3://{s3_server.BUCKET}/out"
+        given: dict[str, Any] = {"model_name": "small", "key": "id", "engine": Here(), "max_new_tokens": 2}
+        for _ in range(2):
+            with pytest.raises(LimitReached, match="max_tokens_total=150 is reached"):
+                predict(None, str(table), place, endpoint=endpoint.url, max_tokens_total=150, **given)
+            assert 100 < 6 * len(endpoint.requests) <= 150
+        done = predict(None, str(table), place, endpoint=endpoint.url, max_tokens_total=9000, **given)
+        assert (done.rows_out, done.rows_failed, len(endpoint.requests)) == (40, 0, 40)
 
 
 def test_the_most_of_a_row_is_its_own(rows: Callable[..., Path], tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ class FileAccount:
         return False
 
     def close(self) -> None:
+        with self._errors():
+            os.fsync(self._sums)
         os.close(self._sums)
         os.close(self._others)
 

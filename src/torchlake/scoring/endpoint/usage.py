@@ -79,7 +79,7 @@ def sums_of(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str])
     """
     total: dict[str, Any] = dict.fromkeys(columns, 0)
     for name in names:
-        with open_parquet(f"{parts.location}/{parts.below}{name}") as parquet:
+        with open_parquet(f"{parts.location}/{name}") as parquet:
             rows = parquet.read(columns=list(columns.values()))
         for one, column in columns.items():
             total[one] += pc.sum(rows[column]).as_py() or 0
