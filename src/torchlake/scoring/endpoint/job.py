@@ -81,7 +81,7 @@ class EndpointJob:
         if settings.generation is not None:
             task = plugins.load("tasks", WRITES)
             chat = spec.rows.chat
-            spec = task.find_columns(schema, spec, None if chat else partial(_first, source))
+            spec = task.find_columns(schema, spec, None if chat else lambda name: first_rows(source, [name]))
             spec = replace(spec, rows=replace(spec.rows, chat=chat or spec.rows.chat))
             spec = self._checked(spec, schema, where, task)
         else:
@@ -202,10 +202,6 @@ class EndpointJob:
             "usage": sums_of(out.parts, names, {name: self.settings.prefix + name for name in counts}),
             "errors": [example for chunk in made for example in chunk.examples][:20],
         }
-
-
-def _first(source: Table, column: str) -> pa.Table:
-    return first_rows(source, [column])
 
 
 def with_chunks(options: OutputOptions, *, batch_api: bool) -> OutputOptions:

@@ -58,6 +58,8 @@ class OpenChunk:
         self.error: BaseException | None = None
         self._aside: dict[int, Amount] = {}
         "What open requests may take."
+        self._notes, self._kept = max(journal.begun.values(), key=len, default=b""), dict[int, int]()
+        "Batches, the latest last, and the bytes of that which this attempt has kept for rows."
         self._ended = threading.Event()
         self._check()
 
@@ -99,15 +101,24 @@ class OpenChunk:
         """The tokens of its answers."""
         return sum(one.generated_tokens or 0 for one in list(self.answers.values()))
 
-    @property
-    def set_aside(self) -> Amount:
-        """What all open requests may take."""
-        return reduce(Amount.plus, self._aside.values(), Amount())
-
-    def adopt(self, rows: Sequence[int], most: Amount) -> None:
-        """Take over requests that are open since an earlier attempt, and may take this together."""
+    def known_batch(self) -> Begun | None:
+        """Return the batch that an earlier attempt has begun; what it may take is in the account."""
+        if not self._notes:
+            return None
+        note, rows = json.loads(self._notes.splitlines()[-1]), self._asked.keys() - self.answers.keys()
         self._budget.adopt(len(rows))
-        self._aside = dict.fromkeys(rows, Amount().plus(most, 1 / len(rows)))
+        self._aside = dict.fromkeys(rows, Amount().plus(Amount(*note["most"]), 1 / len(rows)))
+        return Begun(note["file"], note["batch"])
+
+    def note_batch(self, begun: Begun) -> None:
+        """Keep a batch, after those before it, as the beginning of the first row that has no answer."""
+        most = reduce(Amount.plus, self._aside.values(), Amount())
+        note = {"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens]}
+        self._notes += json.dumps(note).encode() + b"\n"
+        row = next(row for row in self._asked if row not in self.answers)
+        kept = self._kept.get(row, 0)
+        self.journal.extend(row, kept, self._notes[kept:])
+        self._kept[row] = len(self._notes)
 
     def _settle(self, row: int, answer: Answer | None) -> None:
         if row in self._aside:
@@ -139,35 +150,6 @@ class OpenChunk:
     def _check(self) -> None:
         if len(self.answers) + self.skipped == len(self._asked):
             self._ended.set()
-
-
-class BatchNotes:
-    """The batch of a chunk's `rows`, in the journal of the first one without an answer: the longest is the latest."""
-
-    def __init__(self, chunk: OpenChunk, rows: Sequence[int]) -> None:
-        self._chunk, self._rows = chunk, rows
-        begun = chunk.journal.begun
-        self._before = next((begun[row] for row in rows if row in begun), b"")
-        self._row, self._kept = -1, 0
-
-    def known(self) -> Begun | None:
-        """Return the batch that an earlier attempt has begun; what it may take is in the account."""
-        if not self._before:
-            return None
-        note = json.loads(self._before.splitlines()[-1])
-        self._chunk.adopt(self._rows, Amount(*note["most"]))
-        return Begun(note["file"], note["batch"])
-
-    def add(self, begun: Begun) -> None:
-        """Keep a batch."""
-        row = next(row for row in self._rows if row not in self._chunk.answers)
-        if row != self._row:
-            self._row, self._kept = row, 0
-        most = self._chunk.set_aside
-        note = json.dumps({"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens]}).encode() + b"\n"
-        note = note if self._kept else self._before + note
-        self._chunk.journal.extend(row, self._kept, note)
-        self._kept += len(note)
 
 
 @dataclass(frozen=True)
@@ -205,8 +187,7 @@ def make_endpoint_worker(
         opened.append(found)
         questions = found.questions(name)
         if settings.batch_api and questions:
-            notes = BatchNotes(found, [one.row for one in questions])
-            asking.add_batch(questions, notes.known, notes.add)
+            asking.add_batch(questions, found.known_batch, found.note_batch)
         else:
             asking.add(questions)
         return ReadRows(table, errors, found)
