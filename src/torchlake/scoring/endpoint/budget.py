@@ -202,7 +202,7 @@ class StoredAccount:
 
 
 def open_account(location: str, *, create: bool = False) -> FileAccount | StoredAccount:
-    """Return the account in a folder or at a URL. Raises StorageError, without `create` also if there is none."""
+    """Return the account in a folder or at a URL. Without `create` there has to be one. Raises StorageError."""
     return StoredAccount(location, create=create) if is_url(location) else FileAccount(Path(location), create=create)
 
 
