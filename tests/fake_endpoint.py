@@ -55,6 +55,8 @@ class FakeEndpoint:
     answered: int = 0
     files: dict[str, bytes] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lost_batches: int = 0
+    "Batches that are begun, but the endpoint's answer is lost."
     most_open: int = 0
     port: int = 0
     _open: int = 0
@@ -89,7 +91,7 @@ class FakeEndpoint:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 path = first.split()[1]
                 if path.startswith(("/v1/files", "/v1/batches")):
-                    await self.send(writer, self.of_batches(path, content))
+                    await self.send(writer, self.of_batches(f"{first.split()[0]} {path}", content))
                     continue
                 request = Request(time.monotonic(), first.split()[1], headers, json.loads(content))
                 self.requests.append(request)
@@ -112,8 +114,9 @@ class FakeEndpoint:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()
 
-    def of_batches(self, path: str, content: bytes) -> bytes:
+    def of_batches(self, asked: str, content: bytes) -> bytes:
         """Answer requests for files and batches; a batch has ended when it is looked at the second time."""
+        path = asked.split()[1]
         if path == "/v1/files":
             start = content.index(b'{"custom_id"')
             name = f"file-{len(self.files)}"
@@ -121,10 +124,17 @@ class FakeEndpoint:
             return json.dumps({"id": name}).encode()
         if path.startswith("/v1/files/"):
             return self.files[path.split("/")[3]]
-        if path == "/v1/batches":
-            name = f"batch-{len(self.batches)}"
-            self.batches[name] = {"id": name, "status": "validating", "input": json.loads(content)["input_file_id"]}
+        if asked == "POST /v1/batches":
+            name, file = f"batch-{len(self.batches)}", json.loads(content)["input_file_id"]
+            self.batches[name] = {"id": name, "status": "validating", "input_file_id": file}
+            if self.lost_batches:
+                self.lost_batches -= 1
+                raise ConnectionError("its answer is lost")
             return json.dumps(self.batches[name]).encode()
+        if path.startswith("/v1/batches?"):  # one on a page, the newest first
+            names = list(self.batches)[::-1]
+            names = names[names.index(path.partition("&after=")[2]) + 1 :] if "&after=" in path else names
+            return json.dumps({"data": [self.batches[one] for one in names[:1]], "has_more": names[1:] != []}).encode()
         batch = self.batches[path.split("/")[3]]
         if batch["status"] == "validating":
             batch["status"] = "in_progress"
@@ -134,7 +144,7 @@ class FakeEndpoint:
 
     def end(self, batch: dict[str, Any]) -> None:
         lines, errors = [], []
-        for line in self.files[batch["input"]].splitlines():
+        for line in self.files[batch["input_file_id"]].splitlines():
             one = json.loads(line)
             request = Request(time.monotonic(), one["url"], {}, one["body"])
             self.requests.append(request)
@@ -176,15 +186,18 @@ class FakeEndpoint:
         if name in ("301", "307", "308"):
             headers["Location"] = request.path if more == "same" else f"{self.elsewhere}/v1/x"
             headers["Location"] += "?again=1" if more == "same" else ""
-        if name == "quota":
-            status, value = 429, {"error": {"message": "no money", "code": "insufficient_quota"}}
+        if name in ("quota", "quota403", "402"):
+            code = None if name == "402" else "insufficient_quota"
+            status, value = int(name[-3:] if name != "quota" else 429), {"error": {"message": "no money", "code": code}}
         if name == "model":
             status, value = 404, {"error": {"message": "The model does not exist", "code": "model_not_found"}}
         if name == "filtered":
             status, value = 400, {"error": {"message": "blocked", "code": "content_filter"}}
-        if name == "echo400":
-            status, value = 400, {"error": {"message": f"got {request.headers.get('authorization')}"}}
+        if name.startswith("echo") and name != "echokey":
+            status, value = int(name[4:]), {"error": {"message": f"got {request.headers.get('authorization')}"}}
         content = json.dumps(value).encode()
+        if name == "echo503" and self.key is not None:  # as JSON may write it
+            content = content.replace(self.key.encode(), "".join(f"\\u{ord(one):04x}" for one in self.key).encode())
         content = {"html": b"<html><body>Sign in</body></html>", "half": content[: len(content) // 2]}.get(
             name, content
         )
@@ -206,19 +219,27 @@ class FakeEndpoint:
     def value(self, request: Request, fault: str) -> dict[str, Any]:
         """Return the body of an answer."""
         body, text = request.body, request.text
-        usage = {"prompt_tokens": len(text.split()), "completion_tokens": 2}
-        usage["prompt_tokens_details"] = {"cached_tokens": 1}  # type: ignore[assignment]
+        usage = self.usage(text)
         if request.path.startswith("/v1/embeddings"):
             numbers = [float(len(text)), 1.0, -0.5]
             coded = base64.b64encode(struct.pack("<3f", *numbers)).decode()
             vector = coded if body.get("encoding_format") == "base64" else numbers
-            return {"data": [{"index": 0, "embedding": vector}], "usage": {"prompt_tokens": usage["prompt_tokens"]}}
+            usage.pop("completion_tokens", None)
+            return {"data": [{"index": 0, "embedding": vector}], "usage": usage}
         if fault == "error200":
             return {"error": {"message": "upstream failed", "code": 502}}
         if fault == "nochoices":
             return {"object": "chat.completion", "choices": [], "usage": usage}
         choices = [self.choice(request, fault, number) for number in range(body.get("n", 1))]
         return {"choices": choices[1:] if fault == "few" else choices, "usage": usage}
+
+    def usage(self, text: str) -> dict[str, Any]:
+        """Return the counts of an answer."""
+        return {
+            "prompt_tokens": len(text.split()),
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
 
     def choice(self, request: Request, fault: str, number: int) -> dict[str, Any]:
         """Return an answer's choice: the prompt again, as JSON if the request wants that."""

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fake_endpoint import FakeEndpoint, serving
 from torchlake.outputs.staging.folders import staging_of
 
 ROWS, OPEN = 60, 4
+EACH = 6
+"Tokens that the endpoint takes for a row."
 PREDICT = """
 import json, sys
 import torchlake as tl
@@ -61,6 +64,56 @@ def test_after_a_kill_only_open_requests_are_paid_again(point: str, tmp_path: Pa
             assert done.returncode == 0, done.stderr
         assert_complete(options)
         assert len(endpoint.requests) <= ROWS + OPEN
+
+
+@pytest.mark.parametrize(
+    ("point", "engine"),
+    [
+        ("account.set_aside:9", "local"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [("journal.write:5", "local"), ("journal.done:5", "spark"), ("journal.done:5", "ray")]
+        ),
+    ],
+)
+def test_a_limit_holds_after_a_kill_and_in_the_next_call(point: str, engine: str, tmp_path: Path) -> None:
+    limit = 40 * EACH
+    with serving(latency_s=0.005) as endpoint:
+        options = options_of(endpoint, tmp_path, max_tokens_total=limit, max_new_tokens=2, engine=engine)
+        options |= {"chunk_rows": 10, "processes": 1 if engine == "local" else 2}
+        once = tmp_path / "once"
+        for broken in ({"failpoint": f"{point}:kill9", "once": once}, {}):
+            stopped = run(options, **broken)
+            assert stopped.returncode == 6, stopped.stderr
+            assert once.exists()
+            assert 0.5 * limit < len(endpoint.requests) * EACH <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_limit_holds_under_kills_at_random_times(tmp_path: Path) -> None:
+    """The whole job, as soon as the endpoint has more requests; lost answers are paid."""
+    limit, chance = 45 * EACH, random.Random(5)
+    with serving(latency_s=0.05, faults={"row 3 ": ["reset", "cut"], "row 20 ": ["cut"]}) as endpoint:
+        options = options_of(endpoint, tmp_path, max_tokens_total=limit, max_new_tokens=2, chunk_rows=7, processes=2)
+        for _ in range(8):
+            process = subprocess.Popen(
+                [sys.executable, "-c", PREDICT, json.dumps(options)],
+                env=scoring_runs.environment(None, None, {}),
+                stderr=subprocess.PIPE,
+            )
+            enough = len(endpoint.requests) + chance.randint(1, 5)
+            while process.poll() is None and len(endpoint.requests) < enough:
+                time.sleep(0.001)
+            process.kill()
+            process.communicate()
+            assert len(endpoint.requests) * EACH <= limit
+        stopped = run(options)
+        assert stopped.returncode == 6, stopped.stderr
+        assert len(endpoint.requests) * EACH <= limit
+        done = run({**options, "max_tokens_total": 100 * limit})
+        assert done.returncode == 0, done.stderr
+        assert_complete(options)
 
 
 @pytest.mark.slow

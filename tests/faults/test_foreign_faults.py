@@ -72,13 +72,14 @@ def test_a_row_that_kills_the_engine_is_an_error_row_of_the_table(job: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("piece", range(5))
 @pytest.mark.parametrize("engine", ["local", "spark", "ray"])
-def test_fifty_kills_of_server_worker_and_driver(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
+def test_fifty_kills_of_server_worker_and_driver(job: dict[str, Any], tmp_path: Path, engine: str, piece: int) -> None:
     whole = expected(job, tmp_path)
-    chance, output, pids = random.Random(5), tmp_path / "out", tmp_path / "pids"
+    chance, output, pids = random.Random(5 + piece), tmp_path / "out", tmp_path / "pids"
     python = fake_engine.interpreter(tmp_path, slow=0.3, starts=pids, open=4)
     options = {**job, "runtime_python": python, "engine": engine, "processes": 2, "output": output}
-    for number in range(50):
+    for number in range(10 * piece, 10 * (piece + 1)):
         process = scoring_runs.start_predict(options)
         with suppress(subprocess.TimeoutExpired):
             process.wait(chance.uniform(4.0, 15.0))

@@ -101,10 +101,11 @@ def plan_endpoint(
         way = f"their characters, {CHARACTERS} for a token: a guess"
     limit = work.settings.endpoint.most_tokens
     assumed = [f"prompts: {way}", *([f"answers: from none to {limit:,} tokens, half of that on average"] * bool(limit))]
-    cost = _cost(work, prompt, generated)
-    if cost is None:
+    price = work.settings.price
+    cost = None if price is None else Between(*map(price.cost, prompt, generated))
+    if price is None:
         assumed.append("cost: not known without prices (price)")
-    elif work.settings.price is not None and work.settings.price.cached < work.settings.price.input:
+    elif price.cached < price.input:
         assumed.append("cost: no prompt is in the endpoint's cache; what is there costs less")
     return SpendingPlan(
         rows=plan.rows,
@@ -145,14 +146,9 @@ def _counting(name: str | Path) -> Callable[[Prompt], float]:
     return tokens_of
 
 
-def _cost(work: EndpointJob, prompt: Between, generated: Between) -> Between | None:
-    price = work.settings.price
-    return None if price is None else Between(*map(price.cost, prompt, generated))
-
-
 def _hours(work: EndpointJob, requests: int, prompt: Between, generated: Between) -> Between | None:
     """Return the hours at the job's limits."""
-    limits = work.limits
+    limits = work.settings.limits
     if limits.requests_per_minute is None and limits.tokens_per_minute is None:
         return None
     by_requests = requests / limits.requests_per_minute if limits.requests_per_minute else 0.0

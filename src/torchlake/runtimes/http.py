@@ -6,10 +6,12 @@ loop, across the chunks of a job: the endpoint always has work while there is so
 """
 
 import asyncio
+import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +22,7 @@ from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.runtimes import Forward
 from torchlake.runtimes._http.answers import Answer
 from torchlake.runtimes._http.limits import LimitOptions, Limits
-from torchlake.runtimes._http.requests import Endpoint
+from torchlake.runtimes._http.requests import Begun, Endpoint, Note
 
 if TYPE_CHECKING:
     from torchlake.runtimes._http.client import Client
@@ -31,7 +33,7 @@ TOLERANCE = 1.0
 tasks: tuple[str, ...] | None = ()
 never: dict[str, str] = dict.fromkeys(plugins.names("tasks"), NO_FOLDER)
 TOKEN_TYPES = False
-CLOSE_S = 10.0
+CLOSE_S, ROOM_S = 10.0, 0.5
 
 
 def refusal(folder: Path) -> str | None:
@@ -54,6 +56,12 @@ def check_library() -> None:
 
 class Asker(Protocol):
     """Who asks: the rows of a chunk. The methods are called in the thread of `Asking`."""
+
+    def begin(self, row: int) -> bool:
+        """Return whether one more request of a row may be sent, which then may be paid; another one may be lost."""
+
+    def may_get_room(self) -> bool:
+        """Return whether a request that may not be sent may be later, by the ends of other processes' requests."""
 
     def keep(self, row: int, answer: Answer) -> None:
         """Take the answer of a row; the slot of its request is free afterwards."""
@@ -79,24 +87,16 @@ class Question:
 
 
 class Asking:
-    """The open requests of one process. `may_start(open, tokens)` says before a request whether it may be sent: the
-    number of those that are open with it, and the estimated tokens of all their prompts.
+    """The open requests of one process. Raises UsageError for a key that is not there."""
 
-    Raises UsageError for a key that is not there.
-    """
-
-    def __init__(self, endpoint: Endpoint, limits: LimitOptions, may_start: Callable[[int, float], bool]) -> None:
+    def __init__(self, endpoint: Endpoint, limits: LimitOptions) -> None:
         endpoint.key()
-        self._endpoint, self._may_start = endpoint, may_start
+        self._endpoint = endpoint
         self._limits = Limits(limits, endpoint.most_tokens)
         self._waiting: asyncio.Queue[Question] = asyncio.Queue()
         self._askers: weakref.WeakSet[Asker] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._batches: set[asyncio.Task[None]] = set()
-        self._in_batches = 0
-        "The requests of open batches."
-        self._open_tokens = 0.0
-        "The estimate of the tokens of prompts that are being asked."
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asking", daemon=True)
         self._thread.start()
@@ -105,9 +105,9 @@ class Asking:
         """Ask these after those that were added before. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._add, list(questions))
 
-    def add_batch(self, questions: Sequence[Question], known: str | None, begin: Callable[[str], None]) -> None:
-        """Ask these by a batch, all at once: a `known` one, else one whose id `begin` gets."""
-        self._loop.call_soon_threadsafe(self._add_batch, list(questions), known, begin)
+    def add_batch(self, questions: Sequence[Question], known: Callable[[], Begun | None], note: Note) -> None:
+        """Ask these by a batch, all at once: the `known` one, else one that `note` gets, for the next attempt."""
+        self._loop.call_soon_threadsafe(self._add_batch, list(questions), known, note)
 
     def close(self) -> None:
         """End the thread; open requests are dropped."""
@@ -122,8 +122,8 @@ class Asking:
         if self._error is not None:
             self._fail(self._error)
 
-    def _add_batch(self, questions: list[Question], known: str | None, begin: Callable[[str], None]) -> None:
-        task = self._loop.create_task(self._ask_batch(questions, known, begin))
+    def _add_batch(self, questions: list[Question], known: Callable[[], Begun | None], note: Note) -> None:
+        task = self._loop.create_task(self._ask_batch(questions, known(), note))
         self._batches.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(self._batches.discard)
@@ -159,13 +159,7 @@ class Asking:
                 while True:
                     one = await self._waiting.get()
                     await self._limits.enter()
-                    # Open requests may cost less than was set aside for them, so only the last one gives up.
-                    while not (may := self._may_start(self._limits.open, self._open_tokens + one.tokens)):
-                        if self._limits.open <= 1:
-                            break
-                        await self._limits.changed()
-                    if may:
-                        self._open_tokens += one.tokens
+                    if await self._begin(one):
                         group.create_task(self._ask(client, one))
                     else:
                         self._limits.leave()
@@ -175,35 +169,48 @@ class Asking:
         finally:
             await client.close()
 
-    async def _ask_batch(self, questions: list[Question], known: str | None, begin: Callable[[str], None]) -> None:
+    async def _begin(self, one: Question) -> bool:
+        """Return whether a request may be sent: open ones may take less than their most, so only the last gives up."""
+        while not one.asker.begin(one.row):
+            if self._limits.open > 1:
+                await self._limits.changed()
+            elif one.asker.may_get_room():
+                await asyncio.sleep(random.uniform(0.0, ROOM_S))
+            else:
+                return False
+        return True
+
+    async def _ask_batch(self, questions: list[Question], known: Begun | None, note: Note) -> None:
         from torchlake.runtimes._http.batches import run_batch
         from torchlake.runtimes._http.client import Client
 
-        mean = sum(one.tokens for one in questions) / len(questions)
-        asked = self._in_batches + len(questions)
-        if known is None and not self._may_start(asked, mean * asked):
-            for one in questions:
+        begun = {one.row for one in questions if known is not None or one.asker.begin(one.row)}
+        asked = [one for one in questions if one.row in begun]
+        for one in questions:
+            if one.row not in begun:
                 one.asker.skip(one.row)
+        if not asked:
             return
         client = Client(self._endpoint, self._limits)
-        self._in_batches += len(questions)
         try:
-            answers = await run_batch(client, {one.row: one.body for one in questions}, known, begin)
+            answers = await run_batch(client, {one.row: one.body for one in asked}, known, note)
         finally:
-            self._in_batches -= len(questions)
             await client.close()
-        left = [one for one in questions if one.row not in answers]
-        for one in reversed(questions):  # the first row carries the batch's id, until it has an answer
+        left = [one for one in asked if one.row not in answers]
+        for one in reversed(asked):  # the first row carries the batch, until it has an answer
             if one.row in answers:
                 one.asker.keep(one.row, answers[one.row])
             elif known is None:  # the endpoint did not come to it in its time
                 one.asker.keep(one.row, Answer(error="batch: the endpoint did not answer in time", final=False))
         if left and known is not None:  # the batch was begun for other rows
-            await self._ask_batch(left, None, begin)
+            await self._ask_batch(left, None, note)
 
     async def _ask(self, client: "Client", one: Question) -> None:
         try:
-            one.asker.keep(one.row, await client.ask(one.body, one.name, one.tokens))
+            answer = await client.ask(one.body, one.name, one.tokens, partial(one.asker.begin, one.row))
+            if answer is None:
+                one.asker.skip(one.row)
+            else:
+                one.asker.keep(one.row, answer)
         finally:
-            self._open_tokens -= one.tokens
             self._limits.leave()

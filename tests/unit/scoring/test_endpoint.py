@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import s3_server
 from fake_endpoint import FakeEndpoint, serving
 from torchlake.cli.main import main
 from torchlake.engines.local import Local
-from torchlake.errors import ConfigError, LimitReached, TableError, UsageError
+from torchlake.errors import ConfigError, LimitReached, TableError, TorchlakeError, UsageError
 from torchlake.processes.serialization import pack, unpack
 from torchlake.runtimes._http import batches, client
 from torchlake.runtimes._http.requests import json_format
@@ -162,9 +163,10 @@ def test_answers_have_a_form(rows: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    faults = {"row 1 ": "echokey", "row 2 ": "echo400", "row 3 ": ["429", "503"]}
+    faults = {"row 1 ": "echokey", "row 2 ": "echo400", "row 3 ": ["429", "503"], "row 4 ": "echo503"}
     with serving(faults=faults, key=KEY) as endpoint:
-        ask(rows(6), endpoint, tmp_path / "out", key_env="TEST_KEY", max_cost=1.0, price=PRICE)
+        found = ask(rows(6), endpoint, tmp_path / "out", key_env="TEST_KEY", max_cost=1.0, price=PRICE, max_retries=2)
+        assert found[4]["error"] == "http_503: got Bearer [redacted] (3 attempts)"
         assert all(one.headers["authorization"] == f"Bearer {KEY}" for one in endpoint.requests)
         with pytest.raises(LimitReached):
             ask(rows(9), endpoint, tmp_path / "cut", key_env="TEST_KEY", max_tokens_total=100, concurrency=1)
@@ -203,9 +205,10 @@ def test_a_redirect_on_the_same_host_is_followed(rows: Callable[..., Path], tmp_
         assert [row["error"] for row in ask(rows(2), endpoint, tmp_path / "out")] == [None, None]
 
 
-def test_an_exhausted_quota_keeps_what_is_there(rows: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["quota", "quota403", "402"])
+def test_an_exhausted_quota_keeps_what_is_there(fault: str, rows: Callable[..., Path], tmp_path: Path) -> None:
     table = rows(12)
-    with serving(faults={6: "quota"}) as endpoint:
+    with serving(faults={6: fault}) as endpoint:
         with pytest.raises(LimitReached, match="the endpoint's own limit is reached: no money"):
             ask(table, endpoint, tmp_path / "out", concurrency=1)
         endpoint.faults = {}
@@ -250,12 +253,106 @@ def test_batches_are_found_again_and_their_errors_become_rows(
             broken.setattr(endpoint, "end", lambda batch: batch.update(status="failed", errors={"data": []}))
             with pytest.raises(UsageError, match="batch batch-0 failed"):
                 ask(table, endpoint, place, batch_api=True, price=PRICE)
-        endpoint.batches["batch-0"]["status"] = "in_progress"
+        assert endpoint.batches["batch-0"]["status"] == "failed"
+        with monkeypatch.context() as broken:
+            broken.setattr(client.Client, "fetch", _without_answers(client.Client.fetch))
+            with pytest.raises(UsageError, match="killed"):
+                ask(table, endpoint, place, batch_api=True, price=PRICE)
         found = ask(table, endpoint, place, batch_api=True, price=PRICE)
-        assert list(endpoint.batches) == ["batch-0", "batch-1"], "the second has the row that the first one lost"
+        assert list(endpoint.batches) == ["batch-0", "batch-1", "batch-2"], (
+            "the failed one is begun again and then found, and the last has the row that this one lost"
+        )
     reasons = [row["error"] and row["error"].partition(":")[0] for row in found]
     assert reasons == [None, None, None, "http_400", None, "batch", "refused", *[None] * 13]
     assert found[1]["cost"] == pytest.approx(0.5 * 7.5e-6)
+
+
+def _without_answers(fetch: Any) -> Any:
+    async def broken(self: client.Client, path: str, *given: Any, **more: Any) -> bytes:
+        if path.startswith("files/"):
+            raise UsageError("killed before the answers")
+        answer: bytes = await fetch(self, path, *given, **more)
+        return answer
+
+    return broken
+
+
+def test_a_batch_is_begun_once_also_if_its_answer_is_lost(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "POLL_S", 0.001)
+    table = rows(3)
+    with serving(lost_batches=1) as endpoint:
+        ask(table, endpoint, tmp_path / "first", batch_api=True)
+        assert list(endpoint.batches) == ["batch-0"], "it is found before the request is sent again"
+        endpoint.lost_batches = 1
+        with pytest.raises(UsageError, match="no connection|connection: "):
+            ask(table, endpoint, tmp_path / "out", batch_api=True, max_retries=0, max_tokens_total=300)
+        assert list(endpoint.batches) == ["batch-0", "batch-1"]
+        ask(rows(2), endpoint, tmp_path / "other", batch_api=True)
+        found = ask(table, endpoint, tmp_path / "out", batch_api=True, max_retries=0, max_tokens_total=300)
+        assert len(endpoint.batches) == 3, "by its file, in the next call"
+        assert [row["error"] for row in found] == [None] * 3
+        with pytest.raises(UsageError, match="batch_api and concurrency, requests_per_minute: "):
+            ask(table, endpoint, tmp_path / "paced", batch_api=True, concurrency=3, requests_per_minute=90)
+
+
+def test_the_account_goes_on_in_the_next_call(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An endpoint without counts is counted by an estimate, and a lost answer with its most."""
+    table, place = rows(40), tmp_path / "out"
+    monkeypatch.setattr(FakeEndpoint, "usage", lambda *_: {})
+    each = 11 / 4 + 4 + 16 / 4
+    options: dict[str, Any] = {"max_new_tokens": 4, "concurrency": 1, "max_tokens_total": 120}
+    with serving(faults={2: "cut"}) as endpoint:
+        for _ in range(2):
+            with pytest.raises(LimitReached, match=r"5 rows took 89 tokens, and 35 rows are left"):
+                ask(table, endpoint, place, **options)
+            assert 6 <= len(endpoint.requests) <= 1 + (120 - 15 - 4) / each, "the second call has no more"
+        assert ask(table, endpoint, place, **options | {"max_tokens_total": 600})[0]["prompt_tokens"] is None
+
+
+def test_a_limit_holds_for_an_output_in_a_bucket(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = rows(40)
+    with s3_server.serving() as server, serving() as endpoint:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        place = f"s3://{s3_server.BUCKET}/out"
+        given: dict[str, Any] = {"model_name": "small", "key": "id", "engine": Here(), "max_new_tokens": 2}
+        for _ in range(2):
+            with pytest.raises(LimitReached, match="max_tokens_total=150 is reached"):
+                predict(None, str(table), place, endpoint=endpoint.url, max_tokens_total=150, **given)
+            assert 100 < 6 * len(endpoint.requests) <= 150
+        done = predict(None, str(table), place, endpoint=endpoint.url, max_tokens_total=9000, **given)
+        assert (done.rows_out, done.rows_failed, len(endpoint.requests)) == (40, 0, 40)
+
+
+def test_the_most_of_a_row_is_its_own(rows: Callable[..., Path], tmp_path: Path) -> None:
+    own = [{"max_new_tokens": 1}, {"max_new_tokens": None}, {"max_new_tokens": 900}]
+    table = rows(text=["a", "b", "c"], options=own)
+    with serving() as endpoint:
+        with pytest.raises(LimitReached, match="2 rows took 6 tokens, and 1 row is left"):
+            ask(table, endpoint, tmp_path / "out", max_tokens_total=500, max_new_tokens=5, concurrency=1)
+        asked: dict[str, Any] = {"request_options": {"max_completion_tokens": 7}}
+        ask(table, endpoint, tmp_path / "fields", **asked)
+        fields = [sorted(one.body.keys() & {"max_tokens", "max_completion_tokens"}) for one in endpoint.requests[-3:]]
+        assert fields == [["max_completion_tokens"]] * 3
+
+
+def test_options_that_decide_the_columns_belong_to_the_job(rows: Callable[..., Path], tmp_path: Path) -> None:
+    table = rows(9)
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    given: dict[str, Any] = {"json_schema": schema, "request_options": {"logprobs": True}}
+    with serving(faults={3: "quota"}) as endpoint:
+        with pytest.raises(LimitReached):
+            ask(table, endpoint, tmp_path / "out", max_new_tokens=2, **given)
+        for other in ({"logprobs": True}, {"json_columns": True}, {"prefix": "a"}, {"columns": ["text"]}):
+            with pytest.raises(TorchlakeError, match="an interrupted write"):
+                ask(table, endpoint, tmp_path / "out", max_new_tokens=2, **given, **other)
+        ask(table, endpoint, tmp_path / "out", max_new_tokens=2, **given)
 
 
 def test_a_limit_of_tokens(rows: Callable[..., Path], tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         structure = options.pop("structured_outputs", None)
-        if structure is not None:
-            options["structured_outputs"] = StructuredOutputsParams(**structure)
         # The ends are those of torchlake, as stop_token_ids.
         own = {"ignore_eos": True, "detokenize": bool(options.get("stop")), "output_kind": RequestOutputKind.FINAL_ONLY}
         try:
+            if structure is not None:
+                options["structured_outputs"] = StructuredOutputsParams(**structure)
             params = SamplingParams(**options, **own)
             self._engine.add_request(str(row), tokens_input(ids), params, lora_request=self._adapter)
         except VLLMClientError as error:

@@ -2,36 +2,41 @@
 
     POST files -> POST batches -> GET batches/ID until it has ended -> GET files/ID/content, of answers and of errors
 
-Hosted models take half the price for it. A batch that was begun is found again by its id.
+Hosted models take half the price for it. A batch that was begun is found again by its id, or by that of its file.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchlake.errors import UsageError
 from torchlake.runtimes._http.answers import Answer, message_of, read_answer, refused_row
 from torchlake.runtimes._http.client import Client
-from torchlake.runtimes._http.requests import PATHS
+from torchlake.runtimes._http.requests import PATHS, Begun, Note
 
 POLL_S = 30.0
 ENDED = ("completed", "failed", "expired", "cancelled")
 WINDOW = "24h"
+PAGE = 100
 
 
-async def run_batch(
-    client: Client, bodies: Mapping[int, bytes], known: str | None, begin: Callable[[str], None]
-) -> dict[int, Answer]:
-    """Return the answers to requests by row, of the batch `known` or of a new one, whose id `begin` gets.
+async def run_batch(client: Client, bodies: Mapping[int, bytes], known: Begun | None, note: Note) -> dict[int, Answer]:
+    """Return the answers to requests by row, of the batch `known` or of a new one, which `note` gets.
 
     Rows that the batch did not come to have no answer. Raises UsageError for a batch that the endpoint does not take.
     """
-    name = known or await _start(client, list(bodies.items()))
-    if known is None:
-        begin(name)
+    begun = known
+    if begun is None:
+        note(begun := Begun(await _upload(client, list(bodies.items()))))
+    if not begun.batch:
+        found = None if known is None else await _find(client, begun.file)
+        state = await _begin(client, begun.file) if found is None else json.loads(found)
+        note(begun := Begun(begun.file, str(state["id"])))
+    name = begun.batch
     while (state := await client.call("GET", f"batches/{name}"))["status"] not in ENDED:
         await asyncio.sleep(POLL_S)
     if state["status"] == "failed" and not state.get("output_file_id"):
@@ -49,16 +54,36 @@ async def run_batch(
     return answers
 
 
-async def _start(client: Client, bodies: Sequence[tuple[int, bytes]]) -> str:
-    """Upload requests, and return the id of their batch."""
+def _path(client: Client) -> str:
+    """Return the path of requests in files."""
     path = f"{urlsplit(client.endpoint.url).path}/{PATHS[client.endpoint.api]}"
-    path = path[path.rfind("/v1/") :] if "/v1/" in path else path
-    head = f'"method":"POST","url":{json.dumps(path)},"body":'.encode()
+    return path[path.rfind("/v1/") :] if "/v1/" in path else path
+
+
+async def _upload(client: Client, bodies: Sequence[tuple[int, bytes]]) -> str:
+    """Upload requests, and return the id of their file."""
+    head = f'"method":"POST","url":{json.dumps(_path(client))},"body":'.encode()
     lines = b"".join(b'{"custom_id":"%d",%s%s}\n' % (row, head, body) for row, body in bodies)
     files = {"file": ("requests.jsonl", lines, "application/jsonl")}
-    uploaded = await client.call("POST", "files", files=files, data={"purpose": "batch"})
-    value = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": WINDOW}
-    return str((await client.call("POST", "batches", json=value))["id"])
+    return str((await client.call("POST", "files", files=files, data={"purpose": "batch"}))["id"])
+
+
+async def _begin(client: Client, file: str) -> dict[str, Any]:
+    """Begin a batch, once: if an answer was lost, it is looked for before the request is sent again."""
+    value = {"input_file_id": file, "endpoint": _path(client), "completion_window": WINDOW}
+    return await client.call("POST", "batches", json=value, done=partial(_find, client, file))
+
+
+async def _find(client: Client, file: str) -> bytes | None:
+    """Return the batch of a file; None if there is none, or if the endpoint has no list of batches."""
+    after = ""
+    while True:
+        page = await client.call("GET", f"batches?limit={PAGE}{after}", absent=b"{}")
+        batches = page.get("data") or []
+        found = next((one for one in batches if one.get("input_file_id") == file), None)
+        if found is not None or not batches or not page.get("has_more"):
+            return None if found is None else json.dumps(found).encode()
+        after = f"&after={batches[-1]['id']}"
 
 
 def _answer(client: Client, line: bytes) -> tuple[int, Answer]:

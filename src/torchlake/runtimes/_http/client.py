@@ -13,7 +13,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -42,6 +42,7 @@ OF_A_POOL = 16
 MOST_TIMEOUTS = 2
 UNREACHED = 3
 "Attempts to connect to an endpoint that has never answered."
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 QUOTA = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
 NO_MODEL = ("not exist", "not found", "unknown model", "no such model")
 
@@ -105,25 +106,26 @@ class Client:
         finally:
             self._open[number] -= 1
 
-    async def ask(self, body: bytes, name: str, prompt_tokens: float) -> Answer:
+    async def ask(self, body: bytes, name: str, prompt_tokens: float, again: Callable[[], bool]) -> Answer | None:
         """Return the answer to a request, or the error of its row; `name` is that of the request in the endpoint's log.
 
+        An attempt whose answer was lost may be paid: then None is returned if there may not be another one, by `again`.
         Raises UsageError for what no row would survive, and LimitReached for an exhausted quota.
         """
         problem, timeouts = "", 0
         for attempt in range(self.endpoint.max_retries + 1):
             expected = await self.limits.start(prompt_tokens)
-            began, wait = time.monotonic(), 0.0
+            began, wait, lost = time.monotonic(), 0.0, False
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
                     got = await self._send(body, f"{name}-{attempt}")
             except TimeoutError:
-                timeouts += 1
+                timeouts, lost = timeouts + 1, True
                 problem = f"timeout: no whole answer in {self.endpoint.timeout_s:g} s"
                 if timeouts == MOST_TIMEOUTS:
                     return Answer(error=f"{problem}, twice", final=False)
             except httpx.TransportError as error:
-                problem = self._broken(error, attempt)
+                problem, lost = self._broken(error, attempt), not isinstance(error, UNSENT)
             except (Cut, httpx.DecodingError) as error:
                 return Answer(error=f"bad_answer: {self.clean(str(error))}")
             else:
@@ -136,16 +138,17 @@ class Client:
                 problem = f"http_{got.status}: {message_of(got.content)[1]}"
                 wait = _retry_after(got.headers)
                 if got.status == 429 or wait:
-                    self._check_quota(got, wait)
                     self.limits.refused(seconds, wait)
             if attempt < self.endpoint.max_retries:
+                if lost and not again():
+                    return None
                 await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
         failed = Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
         return self.cleaned(failed, f"{name}-{attempt}")
 
-    async def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """Return the JSON object that the endpoint gives for another path. Raises UsageError if it refuses."""
-        body = await self.fetch(path, method, **content)
+    async def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Return the JSON object that the endpoint gives for another path; see `fetch`."""
+        body = await self.fetch(path, method, **options)
         try:
             value = json.loads(body)
         except ValueError:
@@ -154,16 +157,31 @@ class Client:
             raise UsageError(f"{self.endpoint.url}: no answer of the form of {method} {path}: {shown(body)}")
         return value
 
-    async def fetch(self, path: str, method: str = "GET", **content: Any) -> bytes:
-        """Return what the endpoint gives for another path; retried as requests are. Raises UsageError."""
-        problem, base = "", self.endpoint.url.partition("?")[0]
+    async def fetch(
+        self,
+        path: str,
+        method: str = "GET",
+        *,
+        done: Callable[[], Awaitable[bytes | None]] | None = None,
+        absent: bytes | None = None,
+        **content: Any,
+    ) -> bytes:
+        """Return what the endpoint gives for another path; retried as requests are. Raises UsageError if it refuses.
+
+        `done` returns before a retry what an attempt has done whose answer was lost. `absent` is returned if the
+        endpoint does not have the path.
+        """
+        problem, (base, _, query) = "", self.endpoint.url.partition("?")
+        address = f"{base}/{path}" + (f"{'&' if '?' in path else '?'}{query}" if query else "")
         headers = {name: each for name, each in self._headers.items() if name != "Content-Type"}
         for attempt in range(self.endpoint.max_retries + 1):
             wait = 0.0
+            if attempt and done is not None and (found := await done()) is not None:
+                return found
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
                     with self._pool() as pool:
-                        got = await pool.request(method, f"{base}/{path}", headers=headers, **content)
+                        got = await pool.request(method, address, headers=headers, **content)
             except (TimeoutError, httpx.TransportError) as error:
                 problem = self._broken(error, attempt) if isinstance(error, httpx.TransportError) else "timeout"
             else:
@@ -171,6 +189,8 @@ class Client:
                 if got.status_code == 200:
                     self._answered = True
                     return body
+                if got.status_code in (404, 405) and absent is not None:
+                    return absent
                 problem, wait = f"http_{got.status_code}: {message_of(body)[1]}", _retry_after(got.headers)
                 if got.status_code not in RETRIED and got.status_code < 500:
                     break
@@ -179,13 +199,12 @@ class Client:
 
     def _answer(self, got: Response) -> Answer | None:
         """Return what a row gets from a response; None if the request is worth another attempt."""
-        if got.status in RETRIED or got.status >= 500:
-            return None
         if got.status == 200:
             self._answered = True
             return read_answer(self.endpoint, got.content)
-        if got.status == 402 or message_of(got.content)[0].lower() in QUOTA:
-            raise self._quota_reached(got, 0.0)
+        self._check_quota(got)
+        if got.status in RETRIED or got.status >= 500:
+            return None
         self._check_fatal(got)
         self._answered = True
         return refused_row(got.status, got.content)
@@ -251,18 +270,15 @@ class Client:
                 "address before it, such as https://host/v1."
             )
 
-    def _check_quota(self, got: Response, wait: float) -> None:
+    def _check_quota(self, got: Response) -> None:
         """Raise LimitReached if waiting is not worth it."""
-        if message_of(got.content)[0].lower() in QUOTA or wait > LONGEST_WAIT_S:
-            raise self._quota_reached(got, wait)
-
-    def _quota_reached(self, got: Response, wait: float) -> LimitReached:
-        said = self.clean(message_of(got.content)[1])
-        after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
-        return LimitReached(
-            f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {said} "
-            "Finished rows are kept; run the same command again later."
-        )
+        (code, message), wait = message_of(got.content), _retry_after(got.headers)
+        if got.status == 402 or code.lower() in QUOTA or wait > LONGEST_WAIT_S:
+            after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
+            raise LimitReached(
+                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.clean(message)} "
+                "Finished rows are kept; run the same command again later."
+            )
 
     def _broken(self, error: httpx.TransportError, attempt: int) -> str:
         """Return the problem of a connection. Raises UsageError if it is none of this request."""
@@ -275,7 +291,7 @@ class Client:
                     "authority set SSL_CERT_FILE."
                 ) from None
             cause = cause.__cause__ or cause.__context__
-        unreached = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._answered
+        unreached = isinstance(error, UNSENT) and not self._answered
         if unreached and attempt + 1 >= min(UNREACHED, self.endpoint.max_retries + 1):
             raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
         return f"connection: {said}"

@@ -9,11 +9,12 @@ One thread uses it: that of the event loop. The tokens of a request are an estim
 
 import asyncio
 import fcntl
+import math
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 MARGIN = 1.01
@@ -23,18 +24,36 @@ FIRST, MOST = 8, 1024
 SLOWER = 2.0
 "How many times its best latency an endpoint may take before the number of open requests stops growing."
 SMOOTH = 0.1
-MOMENTS = struct.Struct("<dd")
+REQUESTS_OF_A_PROCESS = 60
+"A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
+PAIR = struct.Struct("<dd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits of one process; None: there is none, or it is found while running."""
+    """The limits of a job, or of one of its processes; None: there is none, or it is found while running."""
 
     concurrency: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     shared: str | None = None
     "A file by which the processes of this machine share the two rates; None: each has its own."
+
+    def processes(self, wanted: int, chunks: int) -> int:
+        """Return how many processes share the limits of a job."""
+        most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
+        if self.requests_per_minute is not None:
+            most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
+        return max(1, min(most))
+
+    def of_process(self, processes: int, shared: str | None) -> "LimitOptions":
+        """Return the limits of each process: they share the rates by a file, else each has an equal part."""
+        requests, tokens = self.requests_per_minute, self.tokens_per_minute
+        if shared is None and processes > 1:
+            requests = requests and math.floor(requests / processes)
+            tokens = tokens and tokens / processes
+        each = self.concurrency and max(1, self.concurrency // processes)
+        return LimitOptions(concurrency=each, requests_per_minute=requests, tokens_per_minute=tokens, shared=shared)
 
 
 class _Rates:
@@ -65,20 +84,22 @@ class _Rates:
         with self._moments() as moments:
             moments[1] += tokens * self._units_s[1]
 
-    @contextmanager
-    def _moments(self) -> Iterator[list[float]]:
-        """Yield the moments from which on the next request, and the next token, may start; they may be changed."""
-        if self._file is None:
-            yield self._next
-            return
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            kept = os.pread(self._file, MOMENTS.size, 0)
-            moments = list(MOMENTS.unpack(kept)) if len(kept) == MOMENTS.size else self._next
-            yield moments
-            os.pwrite(self._file, MOMENTS.pack(*moments), 0)
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+    def _moments(self) -> AbstractContextManager[list[float]]:
+        """Return the moments from which on the next request, and the next token, may start; they may be changed."""
+        return nullcontext(self._next) if self._file is None else changing(self._file, self._next)
+
+
+@contextmanager
+def changing(file: int, first: Sequence[float]) -> Iterator[list[float]]:
+    """Yield the two numbers of a file, `first` if it has none, to be changed while other processes wait."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        kept = os.pread(file, PAIR.size, 0)
+        numbers = list(PAIR.unpack(kept) if len(kept) == PAIR.size else first)
+        yield numbers
+        os.pwrite(file, PAIR.pack(*numbers), 0)
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class Limits:

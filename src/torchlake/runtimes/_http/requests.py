@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -77,9 +77,9 @@ class Endpoint:
         most = self.options.get("max_tokens", self.options.get("max_completion_tokens", 0))
         return int(most) * self.texts if isinstance(most, int) else 0
 
-    def body(self, prompt: Prompt, own: Mapping[str, Any]) -> bytes:
-        """Return the body of the request for a prompt; `own` are the fields of its row."""
-        value = {"model": self.model, INPUTS[self.api]: prompt, **self.options, **own}
+    def body(self, prompt: Prompt) -> bytes:
+        """Return the body of the request for a prompt."""
+        value = {"model": self.model, INPUTS[self.api]: prompt, **self.options}
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
     def key(self) -> str | None:
@@ -95,6 +95,20 @@ class Endpoint:
         if not key.isascii() or not key.isprintable():
             raise UsageError(f"key_env: the value of {self.key_env} cannot be sent: a key is one line of ASCII.")
         return key
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A batch of requests that was begun."""
+
+    file: str
+    "The id of its requests."
+    batch: str = ""
+    "Its own id; empty: it is not known whether the endpoint has begun it."
+
+
+Note = Callable[[Begun], None]
+"Keeps it for the next attempt."
 
 
 def checked_url(url: str, *, insecure: bool = False) -> str:

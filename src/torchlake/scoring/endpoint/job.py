@@ -6,7 +6,6 @@ What changes an answer is in the fingerprint: endpoint, model, options, columns 
 limits are not, so the same command with a higher limit continues.
 """
 
-import math
 import platform
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,11 +24,12 @@ from torchlake.engines.local import Local
 from torchlake.errors import LimitReached, UsageError
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.table_job import workspace_of
+from torchlake.jobs.worker.read_ahead import WrittenChunk
 from torchlake.outputs.transaction import Transaction
-from torchlake.runtimes._http.limits import LimitOptions
+from torchlake.scoring.endpoint.budget import Amount, open_account
 from torchlake.scoring.endpoint.rows import EndpointSettings, output_schema
-from torchlake.scoring.endpoint.usage import BudgetOptions, Spent, spent_in
-from torchlake.scoring.endpoint.worker import AskedChunk, UnfinishedChunk, make_endpoint_worker
+from torchlake.scoring.endpoint.usage import sums_of
+from torchlake.scoring.endpoint.worker import UnfinishedChunk, make_endpoint_worker
 from torchlake.scoring.options.table import refuse_collisions
 from torchlake.tables.chunks import RowCost, first_rows
 from torchlake.tables.plan import Chunk, chunk_label
@@ -50,45 +50,6 @@ ROWS_AHEAD, MOST_AHEAD = 2048, 32
 ROUNDS = 8
 "Times that each process takes chunks, so that the last ones end at about the same time."
 RATES = "rates"
-REQUESTS_OF_A_PROCESS = 60
-"A process for fewer requests a minute would not use its share of the limit: shares are whole requests."
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobLimits:
-    """The limits of a whole job."""
-
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    concurrency: int | None = None
-    max_cost: float | None = None
-    max_tokens_total: int | None = None
-
-    def processes(self, wanted: int, chunks: int) -> int:
-        """Return how many processes share the limits."""
-        most = [wanted, chunks, *([] if self.concurrency is None else [self.concurrency])]
-        if self.requests_per_minute is not None:
-            most.append(int(self.requests_per_minute / REQUESTS_OF_A_PROCESS))
-        return max(1, min(most))
-
-    def shares(self, processes: int, spent: Spent, shared: Path | None) -> tuple[LimitOptions, BudgetOptions]:
-        """Return the limits of each process, and what it may spend of what is left.
-
-        By the file `shared`, processes of one machine share the rates; else each has an equal part.
-        """
-        requests, tokens = self.requests_per_minute, self.tokens_per_minute
-        if shared is None and processes > 1:
-            requests = None if requests is None else math.floor(requests / processes)
-            tokens = None if tokens is None else tokens / processes
-        limits = LimitOptions(
-            concurrency=None if self.concurrency is None else max(1, self.concurrency // processes),
-            requests_per_minute=requests,
-            tokens_per_minute=tokens,
-            shared=None if shared is None else str(shared),
-        )
-        cost = None if self.max_cost is None else max(0.0, self.max_cost - spent.cost) / processes
-        left = None if self.max_tokens_total is None else max(0, self.max_tokens_total - spent.tokens) / processes
-        return limits, BudgetOptions(cost=cost, tokens=left)
 
 
 @dataclass(kw_only=True)
@@ -96,11 +57,11 @@ class EndpointJob:
     """The work of `predict` by an endpoint; see `jobs/work.py`. The settings are completed by the input's columns."""
 
     settings: EndpointSettings
-    limits: JobLimits
     engine: Engine
     name: str = "predict"
     fitted: bool = False
-    earlier: Spent = field(default_factory=Spent)
+    taken: Amount = field(default_factory=Amount)
+    "By earlier increments of this call."
 
     @property
     def key(self) -> str | None:
@@ -120,7 +81,7 @@ class EndpointJob:
         if settings.generation is not None:
             task = plugins.load("tasks", WRITES)
             chat = spec.rows.chat
-            spec = task.find_columns(schema, spec, None if chat else partial(_first, source))
+            spec = task.find_columns(schema, spec, None if chat else lambda name: first_rows(source, [name]))
             spec = replace(spec, rows=replace(spec.rows, chat=chat or spec.rows.chat))
             spec = self._checked(spec, schema, where, task)
         else:
@@ -151,54 +112,43 @@ class EndpointJob:
         return replace(spec, inputs=inputs if own is None else {**inputs, OPTIONS: own})
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
-        settings = self.settings
-        endpoint = settings.endpoint
-        spec = settings.spec
+        settings, spec, endpoint = self.settings, self.settings.spec, self.settings.endpoint
+        generation = settings.generation
         return {
-            "format": 1,
+            "format": 2,
             "runtime": RUNTIME,
             "endpoint": endpoint.url,
             "model": endpoint.model,
             "api": endpoint.api,
             "options": dict(endpoint.options),
-            **({} if not endpoint.choices else {"choices": list(endpoint.choices)}),
+            "choices": list(endpoint.choices),
             "text": spec.text if isinstance(spec.text, str) else list(spec.text),
-            **({} if not spec.inputs else {"inputs": dict(spec.inputs)}),
-            **({} if not spec.rows.chat else {"chat": True}),
-            **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
+            "inputs": dict(spec.inputs),
+            "chat": spec.rows.chat,
+            "prompts": settings.prompts.given(),
             "key": settings.key,
             "columns": list(settings.keep),
-            **({} if not settings.batch_api else {"batch_api": True}),
-            **self._answer_columns(),
+            "batch_api": settings.batch_api,
+            "logprobs": generation and generation.logprobs,
+            "json_columns": bool(generation and generation.structure and generation.structure.columns),
             "prefix": settings.prefix,
             "null": settings.null,
-            **({} if settings.price is None else {"price": asdict(settings.price)}),
+            "price": settings.price and asdict(settings.price),
         }
 
-    def _answer_columns(self) -> dict[str, Any]:
-        """Return the options that decide which columns there are, and that requests do not have."""
-        generation = self.settings.generation
-        if generation is None:
-            return {}
-        columns = generation.structure is not None and generation.structure.columns
-        found = {"logprobs": generation.logprobs, "json_columns": columns}
-        return {name: value for name, value in found.items() if value}
-
-    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[AskedChunk, None, None]:
-        done = [part.name for part in out.done]
-        self.earlier = self._spent(out, done)
-        processes = self.limits.processes(self.engine.processes or 1, len(items))
+    def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
+        processes = self.settings.limits.processes(self.engine.processes or 1, len(items))
         workspace, shared = workspace_of(out), None
         if isinstance(self.engine, Local) and processes > 1:
             shared = Path(workspace.journal, RATES)
             shared.unlink(missing_ok=True)  # of an earlier call: moments that were never used
-        limits, budget = self.limits.shares(processes, self.earlier, shared)
+        account = open_account(workspace.rows, create=True)
         fair = len(items) if processes == 1 else len(items) // (ROUNDS * processes)
         mean = sum(chunk.rows for chunk, _ in items) / max(1, len(items))
         settings = replace(
             self.settings,
-            limits=limits,
-            budget=budget,
+            limits=self.settings.limits.of_process(processes, None if shared is None else str(shared)),
+            budget=self.settings.budget.plus(self.taken, -1.0),
             workspace=workspace,
             chunks_ahead=max(1, min(MOST_AHEAD, int(ROWS_AHEAD / max(mean, 1)), fair)),
         )
@@ -209,44 +159,38 @@ class EndpointJob:
             name=f"predict {out.title}",
             label=chunk_label,
         )
-        spent, left, reached = self.earlier, 0, ""
+        left, reached = 0, ""
         try:
             for one in results:
-                spent += one.spent
                 if isinstance(one, UnfinishedChunk):
                     left, reached = left + one.left, one.reached
                 else:
                     yield one
+            self.taken = self.taken.plus(account.read())
+            if left:
+                raise self._reached(reached, out.plan.rows - left, left)
         finally:
             results.close()
-        if left:
-            raise self._reached(reached, spent, left)
+            account.close()
 
-    def _reached(self, name: str, spent: Spent, left: int) -> LimitReached:
+    def _reached(self, name: str, done: int, left: int) -> LimitReached:
         """Return the error of a job that has spent what it may."""
-        unit = "" if name == "max_cost" else " tokens"
-        used = f"{spent.cost:,.4f}" if name == "max_cost" else f"{spent.tokens:,}"
-        more = ""
-        if spent.rows:
-            each = (spent.cost if name == "max_cost" else spent.tokens) / spent.rows
-            more = f" (about {each * left:,.4f} more)" if name == "max_cost" else f" (about {each * left:,.0f} more)"
+        limit, used, digits, unit = (self.settings.budget.cost, self.taken.cost, 4, "")
+        if name == "max_tokens_total":
+            limit, used, digits, unit = (self.settings.budget.tokens, self.taken.tokens, 0, " tokens")
+        more = f" (about {used / done * left:,.{digits}f} more)" if done else ""
+        are = "is" if left == 1 else "are"
         return LimitReached(
-            f"{name}={getattr(self.limits, name):,} is reached: {count(spent.rows, 'row')} took {used}{unit}, and "
-            f"{count(left, 'row')} are left{more}. What is finished is kept: the same command with a higher {name} "
-            "continues."
+            f"{name}={limit:,} is reached: {count(done, 'row')} took {used:,.{digits}f}{unit}, "
+            f"and {count(left, 'row')} {are} left{more}. What is finished is kept: the same command with a higher "
+            f"{name} continues."
         )
 
-    def _spent(self, out: Transaction, names: Sequence[str]) -> Spent:
-        """Return what the rows of parts took; of vectors the endpoint counts prompts only."""
+    def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
+        # Of vectors the endpoint counts prompts only.
         counts = ["prompt_tokens", *(["generated_tokens", "cached_tokens"] if self.settings.generation else [])]
         counts += [] if self.settings.price is None else ["cost"]
-        return spent_in(out.parts, names, {name: self.settings.prefix + name for name in counts})
-
-    def provenance(self, out: Transaction, made: Sequence[AskedChunk], seconds: float) -> dict[str, Any]:
-        spent = self._spent(out, [part.name for part in out.done]) + self._spent(out, [one.part.name for one in made])
-        usage = {name: value for name, value in asdict(spent).items() if name != "rows"}
-        if self.settings.price is None:
-            del usage["cost"]
+        names = [one.name for one in (*out.done, *(one.part for one in made))]
         return {
             "endpoint": self.settings.endpoint.url,
             "model": self.settings.endpoint.model,
@@ -255,13 +199,9 @@ class EndpointJob:
             **self.environment,
             "rows_scored": sum(chunk.rows for chunk in out.pending),
             "seconds": round(seconds, 3),
-            "usage": usage,
+            "usage": sums_of(out.parts, names, {name: self.settings.prefix + name for name in counts}),
             "errors": [example for chunk in made for example in chunk.examples][:20],
         }
-
-
-def _first(source: Table, column: str) -> pa.Table:
-    return first_rows(source, [column])
 
 
 def with_chunks(options: OutputOptions, *, batch_api: bool) -> OutputOptions:

@@ -13,14 +13,17 @@ from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.models.generation import PromptOptions, generation_options
 from torchlake.runtimes import http
+from torchlake.runtimes._http.limits import LimitOptions
 from torchlake.runtimes._http.requests import Api, Endpoint, body_options, checked_key_env, checked_url, json_format
-from torchlake.scoring.endpoint.job import EMBEDS, WRITES, EndpointJob, JobLimits
+from torchlake.scoring.endpoint.budget import Amount
+from torchlake.scoring.endpoint.job import EMBEDS, WRITES, EndpointJob
 from torchlake.scoring.endpoint.rows import EndpointSettings
 from torchlake.scoring.endpoint.usage import Price, read_price
 from torchlake.tasks._prompts import OF_CHATS, with_prompts
 
 BATCH_SHARE = 0.5
 "Of the price that hosted models take for requests in batches."
+PACED = ("concurrency", "requests_per_minute", "tokens_per_minute")
 TAKEN = {
     *JobArguments.__annotations__,
     *GenerationArguments.__annotations__,
@@ -46,11 +49,16 @@ def endpoint_job(
     price = None if given.get("price") is None else read_price(given["price"], endpoint.model)
     if price is not None and given.get("batch_api"):
         price = Price(**{name: BATCH_SHARE * each for name, each in asdict(price).items()})
-    limits = JobLimits(**{name: given[name] for name in JobLimits.__dataclass_fields__ if given.get(name) is not None})
-    for name, value in asdict(limits).items():
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name}: expected a number above 0, got {value}.")
-    if limits.max_cost is not None and price is None:
+    for name in (*PACED, "max_cost", "max_tokens_total"):
+        if given.get(name) is not None and not 0 < given[name] < math.inf:
+            raise UsageError(f"{name}: expected a number above 0, got {given[name]}.")
+    limits = {name: given[name] for name in PACED if given.get(name) is not None}
+    if given.get("batch_api") and limits:
+        raise UsageError(
+            f"batch_api and {', '.join(limits)}: an endpoint works on a batch at its own pace; leave them out."
+        )
+    most = [math.inf if given.get(name) is None else given[name] for name in ("max_cost", "max_tokens_total")]
+    if price is None and given.get("max_cost") is not None:
         raise UsageError("max_cost: the prices of the model are needed: price (--price prices.yaml).")
     settings = EndpointSettings(
         endpoint=endpoint,
@@ -62,10 +70,12 @@ def endpoint_job(
         prefix=given.get("prefix", ""),
         null=given.get("null", "error"),
         price=price,
+        limits=LimitOptions(**limits),
+        budget=Amount(*most),
         batch_api=bool(given.get("batch_api")),
         row_timeout_s=endpoint.timeout_s,
     )
-    return EndpointJob(settings=settings, limits=limits, engine=engine or Local())
+    return EndpointJob(settings=settings, engine=engine or Local())
 
 
 def _endpoint(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from torchlake.models.generation import GenerationOptions, PromptOptions
 from torchlake.runtimes._http.answers import Answer
 from torchlake.runtimes._http.limits import LimitOptions
 from torchlake.runtimes._http.requests import Endpoint, Prompt, body_options
-from torchlake.scoring.endpoint.usage import CHARACTERS, BudgetOptions, Price, usage_columns
+from torchlake.scoring.endpoint.budget import UNLIMITED, Amount, Asked
+from torchlake.scoring.endpoint.usage import CHARACTERS, Price, usage_columns
 from torchlake.tables.arrays import from_strings, is_blank, nulls_as_empty, string_column, without_rows
 from torchlake.tasks._chat import chat_requests, names_of
 from torchlake.tasks._json_columns import json_columns, json_schema_of
@@ -45,7 +46,7 @@ class EndpointSettings:
     null: str = "error"
     price: Price | None = None
     limits: LimitOptions = field(default_factory=LimitOptions)
-    budget: BudgetOptions = field(default_factory=BudgetOptions)
+    budget: Amount = UNLIMITED
     batch_api: bool = False
     "Whether the rows of a chunk are asked as one batch."
     row_timeout_s: float = 600.0
@@ -57,15 +58,6 @@ class EndpointSettings:
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
         return tuple(dict.fromkeys((*self.keep, *self.spec.input_columns)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The request of a row."""
-
-    body: bytes
-    tokens: float
-    "An estimate of those of the prompt."
 
 
 def read_rows(
@@ -80,13 +72,24 @@ def read_rows(
         errors = {**bad, **errors}
         of_all = _row_fields(settings, settings.generation)
         own = [{n: v for n, v in _row_fields(settings, one).items() if of_all.get(n) != v} for one in options]
-    around = len(json.dumps([dict(one) for one in settings.prompts.tools])) / CHARACTERS
     asked = {
-        row: Asked(body=settings.endpoint.body(prompt, {**extra, **own[row]}), tokens=guess_tokens(prompt) + around)
+        row: _asked(settings.endpoint, prompt, {**extra, **own[row]})
         for row, (prompt, extra) in prompts.items()
         if row not in errors
     }
     return asked, errors
+
+
+def _asked(endpoint: Endpoint, prompt: Prompt, own: Mapping[str, Any]) -> Asked:
+    """Return the request of a row with fields of its `own`, and what it may take."""
+    whole = replace(endpoint, options={**endpoint.options, **own})
+    tools, form = (_size(whole.options[name]) if name in whole.options else 0 for name in ("tools", "response_format"))
+    return Asked(
+        body=whole.body(prompt),
+        tokens=guess_tokens(prompt) + tools / CHARACTERS,
+        size=size_of(prompt) + tools + form,
+        most=whole.most_tokens,
+    )
 
 
 def read_prompts(
@@ -137,6 +140,13 @@ def guess_tokens(prompt: Prompt) -> float:
     if isinstance(prompt, str):
         return max(1.0, len(prompt) / CHARACTERS)
     return sum(len(str(one.get("content") or "")) / CHARACTERS + MESSAGE_TOKENS for one in prompt)
+
+
+def size_of(prompt: Prompt) -> int:
+    """Return the bytes of a prompt, which is not more tokens; roles count for what is around messages."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(each.encode()) if isinstance(each, str) else _size(each) for one in prompt for each in one.values())
 
 
 def output_schema(settings: EndpointSettings, source: pa.Schema) -> pa.Schema:
@@ -195,13 +205,20 @@ def _columns(settings: EndpointSettings, answers: list[Answer | None]) -> list[t
     return [*columns, request_id]
 
 
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode())
+
+
 def _column(name: str, kind: pa.DataType, values: list[Any]) -> tuple[pa.Field, pa.Array]:
     return pa.field(name, kind), pa.array(values, kind)
 
 
 def _row_fields(settings: EndpointSettings, options: GenerationOptions) -> dict[str, Any]:
     """Return the fields of a body that a row may have of its own."""
-    return body_options(settings.endpoint.api, {name: getattr(options, name) for name in KINDS}, {})
+    found = body_options(settings.endpoint.api, {name: getattr(options, name) for name in KINDS}, {})
+    if "max_completion_tokens" in settings.endpoint.options:
+        found["max_completion_tokens"] = found.pop("max_tokens")
+    return found
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,8 @@
-"""What answers cost: prices, budgets, and the sums of an output.
+"""What answers cost: prices, columns, and the sums of an output.
 
-    prices.yaml    small-model: {input: 0.25, cached: 0.025, output: 2.0}     per million tokens
-
-A budget is for one process, its share of what the job has left. A request starts if the budget has room for it and all
-open ones, each with the longest answer that it may have, so a job stays below its limits.
+prices.yaml    small-model: {input: 0.25, cached: 0.025, output: 2.0}     per million tokens
 """
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +21,6 @@ MILLION = 1_000_000
 COUNTED = ("prompt_tokens", "generated_tokens", "cached_tokens")
 "The columns of tokens; with prices there is also `cost`."
 COST = "cost"
-FIRST_RATIO = 1.5
-"How many times its estimate a prompt may have, until there are answers."
 CHARACTERS = 4
 "Of a token, on average, in a guess."
 
@@ -78,47 +72,17 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
     return Price(**{name: float(value) for name, value in values.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """What some answers took."""
-
-    rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    cost: float = 0.0
-
-    def __add__(self, other: "Spent") -> "Spent":
-        """Return the sum."""
-        return Spent(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
-
-    @property
-    def tokens(self) -> int:
-        """Those of prompts and answers."""
-        return self.prompt_tokens + self.generated_tokens
-
-
-def spent_on(answers: Iterable[Answer], price: Price | None) -> Spent:
-    """Return what answers took."""
-    some = list(answers)
-    return Spent(
-        rows=len(some),
-        **{name: sum(getattr(one, name) or 0 for one in some) for name in COUNTED},
-        cost=0.0 if price is None else sum(price.cost_of(one) or 0.0 for one in some),
-    )
-
-
-def spent_in(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> Spent:
-    """Return what the rows of written parts took; `columns` are those of the counts, as {count: column}.
+def sums_of(parts: PartFolder, names: Iterable[str], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the sums over written parts; `columns` are those of the counts, as {count: column}.
 
     Cost: reading these columns.
     """
-    total = Spent()
+    total: dict[str, Any] = dict.fromkeys(columns, 0)
     for name in names:
-        with open_parquet(f"{parts.location}/{parts.below}{name}") as parquet:
+        with open_parquet(f"{parts.location}/{name}") as parquet:
             rows = parquet.read(columns=list(columns.values()))
-        sums = {one: pc.sum(rows[column]).as_py() or 0 for one, column in columns.items()}
-        total += Spent(rows=rows.num_rows, **sums)
+        for one, column in columns.items():
+            total[one] += pc.sum(rows[column]).as_py() or 0
     return total
 
 
@@ -132,52 +96,3 @@ def usage_columns(answers: list[Answer | None], price: Price | None) -> list[tup
         costs = [None if one is None else price.cost_of(one) for one in answers]
         made.append((pa.field(COST, pa.float64()), pa.array(costs, pa.float64())))
     return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """What a process may spend; None: no limit."""
-
-    cost: float | None = None
-    tokens: float | None = None
-
-
-class SpendingBudget:
-    """What is left of a process's share."""
-
-    def __init__(self, options: BudgetOptions, price: Price | None, most_tokens: int) -> None:
-        self._options, self._price, self._most = options, price, most_tokens
-        self._tokens = self._cost = 0.0
-        self._ratio, self._seen = FIRST_RATIO, False
-        self._counting = threading.Lock()
-        self.reached: str | None = None
-        "The limit because of which a row was not asked; then no other one is."
-        self._full: str | None = None
-
-    def count(self, answer: Answer, estimate: float) -> None:
-        """Count an answer; `estimate` is that of the tokens of its prompt, which count if the endpoint says nothing."""
-        known, written = answer.prompt_tokens, answer.generated_tokens
-        prompt = estimate if known is None else known
-        generated = sum(map(len, answer.texts)) / CHARACTERS if written is None else written
-        with self._counting:
-            self._tokens += prompt + generated
-            if self._price is not None:
-                self._cost += self._price.cost(prompt, generated, min(answer.cached_tokens or 0, prompt))
-            if known is not None:
-                self._ratio, self._seen = max(self._ratio if self._seen else 0.0, known / max(estimate, 1.0)), True
-            self._most = max(self._most, int(generated))
-
-    def may_start(self, open_requests: int, estimate: float) -> bool:
-        """Return whether one more request fits; `open_requests` are open with it, of `estimate` tokens of prompts."""
-        prompt, generated = estimate * self._ratio, float(self._most * open_requests)
-        limits, price, full = self._options, self._price, self.reached
-        if limits.tokens is not None and self._tokens + prompt + generated > limits.tokens:
-            full = full or "max_tokens_total"
-        if limits.cost is not None and price is not None and self._cost + price.cost(prompt, generated) > limits.cost:
-            full = full or "max_cost"
-        self._full = full or self._full
-        return full is None
-
-    def close(self) -> None:
-        """Let no other request start: there was no room for one."""
-        self.reached = self._full

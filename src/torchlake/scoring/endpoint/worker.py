@@ -8,11 +8,12 @@ requests only: the next attempt at the chunk finds all others in the journal.
 """
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import PurePath
 from typing import Any
 
@@ -22,11 +23,11 @@ from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
-from torchlake.outputs.parts import Part
 from torchlake.runtimes._http.answers import Answer, answer_of
+from torchlake.runtimes._http.requests import Begun
 from torchlake.runtimes.http import Asking, Question
-from torchlake.scoring.endpoint.rows import Asked, EndpointSettings, answer_columns, read_rows
-from torchlake.scoring.endpoint.usage import SpendingBudget, Spent, spent_on
+from torchlake.scoring.endpoint.budget import Amount, Asked, SpendingBudget
+from torchlake.scoring.endpoint.rows import EndpointSettings, answer_columns, read_rows
 from torchlake.tables.keys import row_ids
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
@@ -35,21 +36,16 @@ NOTE_S = 1.0
 "Seconds between two notes of progress."
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedChunk(WrittenChunk):
-    """A worker's report on a chunk whose rows were all asked."""
-
-    spent: Spent = field(default_factory=Spent)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnfinishedChunk:
     """A worker's report on a chunk whose other rows were not asked, because a limit was reached."""
 
-    spent: Spent
     left: int
     reached: str
     "The limit."
+
+
+Report = WrittenChunk | UnfinishedChunk
 
 
 class OpenChunk:
@@ -57,13 +53,14 @@ class OpenChunk:
 
     def __init__(self, journal: Journal, asked: dict[int, Asked], budget: SpendingBudget) -> None:
         self.journal, self._asked, self._budget = journal, asked, budget
-        self.answers: dict[int, Answer] = {}
+        self.answers = {row: answer_of(kept) for row, kept in journal.known.items()}
         self.skipped = 0
         self.error: BaseException | None = None
+        self._aside: dict[int, Amount] = {}
+        "What open requests may take."
+        self._notes, self._kept = max(journal.begun.values(), key=len, default=b""), dict[int, int]()
+        "Batches, the latest last, and the bytes of that which this attempt has kept for rows."
         self._ended = threading.Event()
-        for row, kept in journal.known.items():
-            self.answers[row] = answer_of(kept)
-            budget.count(self.answers[row], asked[row].tokens)
         self._check()
 
     def questions(self, name: str) -> list[Question]:
@@ -72,19 +69,60 @@ class OpenChunk:
         left = [(row, one) for row, one in self._asked.items() if row not in self.answers]
         return [Question(self, row, f"{stem}-{row}", one.body, one.tokens) for row, one in left]
 
+    def begin(self, row: int) -> bool:
+        """Set aside what a request may take; what one before it may have taken stays in the account."""
+        self._settle(row, None)
+        most = self._budget.set_aside(self._asked[row])
+        if most is not None:
+            self._aside[row] = most
+        return most is not None
+
+    def may_get_room(self) -> bool:
+        """Return whether a row may be asked later."""
+        return self._budget.may_get_room()
+
     def keep(self, row: int, answer: Answer) -> None:
         """Keep an answer before its slot is free; one that may come out better is not kept for the next attempt."""
         if answer.final:
             self.journal.append(row, answer.to_bytes())
-        self._budget.count(answer, self._asked[row].tokens)
+        self._settle(row, answer)
         self.answers[row] = answer
         self._check()
 
     def skip(self, row: int) -> None:
         """Count a row that is not asked."""
-        self._budget.close()
+        self._settle(row, None)
+        self._budget.give_up()
         self.skipped += 1
         self._check()
+
+    @property
+    def written(self) -> int:
+        """The tokens of its answers."""
+        return sum(one.generated_tokens or 0 for one in list(self.answers.values()))
+
+    def known_batch(self) -> Begun | None:
+        """Return the batch that an earlier attempt has begun; what it may take is in the account."""
+        if not self._notes:
+            return None
+        note, rows = json.loads(self._notes.splitlines()[-1]), self._asked.keys() - self.answers.keys()
+        self._budget.adopt(len(rows))
+        self._aside = dict.fromkeys(rows, Amount().plus(Amount(*note["most"]), 1 / len(rows)))
+        return Begun(note["file"], note["batch"])
+
+    def note_batch(self, begun: Begun) -> None:
+        """Keep a batch, after those before it, as the beginning of the first row that has no answer."""
+        most = reduce(Amount.plus, self._aside.values(), Amount())
+        note = {"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens]}
+        self._notes += json.dumps(note).encode() + b"\n"
+        row = next(row for row in self._asked if row not in self.answers)
+        kept = self._kept.get(row, 0)
+        self.journal.extend(row, kept, self._notes[kept:])
+        self._kept[row] = len(self._notes)
+
+    def _settle(self, row: int, answer: Answer | None) -> None:
+        if row in self._aside:
+            self._budget.settle(self._aside.pop(row), self._asked[row], answer)
 
     def fail(self, error: BaseException) -> None:
         """Let `wait` raise the error, unless there is nothing to wait for."""
@@ -105,7 +143,7 @@ class OpenChunk:
                 with attempt.running("score", sorted(new)):
                     pass
                 # No row is suspect if this process dies: requests are not work of its own.
-                attempt.narrow([], sum(one.generated_tokens or 0 for one in list(self.answers.values())))
+                attempt.narrow([], self.written)
             if ended:
                 return
 
@@ -123,19 +161,18 @@ class ReadRows:
     open: OpenChunk
 
 
-Reports = Generator[tuple[Ready[ReadRows | None], AskedChunk | UnfinishedChunk], None, None]
+Reports = Generator[tuple[Ready[ReadRows | None], Report], None, None]
 
 
 def make_endpoint_worker(
     settings: EndpointSettings,
-) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[AskedChunk | UnfinishedChunk]]:
+) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Report]]:
     """Return a worker that has the rows of (chunk, part name) pairs asked, and yields a report for each."""
     reader, workspace = ChunkReader(settings.columns), settings.workspace
     assert workspace is not None, "a job has a workspace"
-    budget = SpendingBudget(settings.budget, settings.price, settings.endpoint.most_tokens)
-    asking = Asking(settings.endpoint, settings.limits, budget.may_start)
+    budget = SpendingBudget(settings.budget, settings.price, workspace.rows)
+    asking = Asking(settings.endpoint, settings.limits)
     opened: list[OpenChunk] = []
-
     names: dict[int, str] = {}
 
     def start(chunk: Chunk, attempt: Attempt) -> ReadRows | None:
@@ -150,32 +187,32 @@ def make_endpoint_worker(
         opened.append(found)
         questions = found.questions(name)
         if settings.batch_api and questions:
-            begun = next((journal.begun[one.row] for one in questions if one.row in journal.begun), b"")
-            known = begun.split(b"\n")[-1].decode() or None
-            asking.add_batch(questions, known, partial(_begun, journal, questions[0].row, begun))
+            asking.add_batch(questions, found.known_batch, found.note_batch)
         else:
             asking.add(questions)
         return ReadRows(table, errors, found)
 
-    def write(one: Ready[ReadRows | None]) -> AskedChunk | UnfinishedChunk:
+    def write(one: Ready[ReadRows | None]) -> Report:
         if one.read is None:
-            return UnfinishedChunk(spent=Spent(), left=one.chunk.rows, reached=str(budget.reached))
+            return UnfinishedChunk(one.chunk.rows, str(budget.reached))
         one.read.open.wait(one.attempt)
         opened.remove(one.read.open)
         return written(one, one.read, settings, str(budget.reached))
-
-    def lost(part: Part) -> AskedChunk:
-        return AskedChunk(part=part)
 
     def write_each(group: Sequence[Ready[ReadRows | None]], more: More[ReadRows | None]) -> Reports:
         for one in group:
             yield one, write(one)
 
     work = reading_ahead(
-        workspace, settings.row_timeout_s, read=start, write=write_each, lost=lost, most=settings.chunks_ahead
+        workspace,
+        settings.row_timeout_s,
+        read=start,
+        write=write_each,
+        lost=lambda part: WrittenChunk(part=part),
+        most=settings.chunks_ahead,
     )
 
-    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[AskedChunk | UnfinishedChunk]:
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Report]:
         try:
             yield from work(_noted(items, names))
         except BaseException:
@@ -184,30 +221,25 @@ def make_endpoint_worker(
                 with suppress(StorageError):  # the first error is the cause
                     one.journal.close()
             raise
+        finally:
+            budget.close()
 
     return worker
 
 
-def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached: str) -> AskedChunk | UnfinishedChunk:
+def written(one: Ready[Any], rows: ReadRows, settings: EndpointSettings, reached: str) -> Report:
     """Write the part of a chunk whose requests have ended, unless rows are left because a limit was `reached`."""
     assert settings.workspace is not None, "a job has a workspace"
-    spent = spent_on(rows.open.answers.values(), settings.price)
     if rows.open.skipped:
         rows.open.journal.close()
-        return UnfinishedChunk(spent=spent, left=rows.open.skipped, reached=reached)
+        return UnfinishedChunk(rows.open.skipped, reached)
     made = answer_columns(settings, [rows.open.answers.get(row) for row in range(one.chunk.rows)], rows.errors)
     columns = {"row_id": row_ids(one.chunk)} if settings.key is None else {}
     columns |= {name: rows.table[name] for name in settings.keep}
     output = pa.table({**columns, **{name: made[name] for name in made.column_names}})
     part = settings.workspace.parts.write(one.name, output, chunk=one.chunk.index)
     rows.open.journal.remove()
-    examples = examples_of(one.chunk, made["error"])
-    return AskedChunk(part=part, examples=examples, written=spent.generated_tokens, spent=spent)
-
-
-def _begun(journal: Journal, row: int, before: bytes, batch: str) -> None:
-    """Keep the id of a batch after those `before` it, so that the next attempt finds it: the longest is the latest."""
-    journal.extend(row, 0, before + b"\n" + batch.encode())
+    return WrittenChunk(part=part, examples=examples_of(one.chunk, made["error"]), written=rows.open.written)
 
 
 def _noted(items: Iterator[tuple[Chunk, str]], names: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
