@@ -288,6 +288,7 @@ def evaluate(model: str, table: str | list[str], engine: "Engine | None", option
 def compare(models: Sequence[str], options: Mapping[str, Any]) -> Outcome:
     """Compare models; with `fail_if_worse` the exit status is 1 if one is worse than the first."""
     from torchlake.evaluation.compare import compare
+    from torchlake.tables.failures import format_reasons
 
     own = {name: options[name] for name in ("table", "key", "report") if name in options}
     metric, by = options.get("fail_if_worse"), options.get("by", 0.0)
@@ -313,6 +314,10 @@ def compare(models: Sequence[str], options: Mapping[str, Any]) -> Outcome:
             f"{pair['model']}: {pair['agreement']:.1%} same predictions, {pair['won']:,} rows won, {pair['lost']:,} "
             f"lost{test}"
         )
+    lines += [
+        f"{one['model']}: {one['rows']:,} rows left out ({', '.join(format_reasons(one['errors']))})"
+        for one in done.failed
+    ]
     lines += [f"worse: {one.metric} of {one.model} by {abs(one.difference):.4f}" for one in worse]
     page = None if done.report is None else done.report / "compare.html"
     values = {**done.to_json(), "page": page, "worse": [one.model for one in worse]}

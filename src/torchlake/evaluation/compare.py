@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.reporting.comparison import write_comparison
 from torchlake.runs import metrics_log
+from torchlake.tables.failures import format_reasons
 from torchlake.tables.record import output_path
 
 LISTED = 50
@@ -75,9 +76,12 @@ class Comparison:
     rows: int
     "Rows that all models have a prediction for."
     left_out: int
+    "Rows that a model has no prediction for, or that have no label."
     differences: tuple[Difference, ...]
     pairs: tuple[Mapping[str, Any], ...]
     "For each further model: agreement, rows won and lost, the p value of McNemar's test and Holm's correction of it."
+    failed: tuple[Mapping[str, Any], ...] = ()
+    "Of each model with rows that are left out: their number, errors by reason, and the first ones."
     report: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     "Of runs: the settings that differ, the seconds and the curves."
@@ -95,6 +99,9 @@ class Comparison:
         if self.pairs:
             names = ("model", "agreement", "won", "lost", "p")
             tables.append([names, *(tuple(pair.get(name) for name in names) for pair in self.pairs)])
+        if self.failed:
+            rows = [(one["model"], one["rows"], ", ".join(format_reasons(one["errors"]))) for one in self.failed]
+            tables.append([("model", "rows left out", "because of"), *rows])
         return f"{len(self.models)} models, {self.rows:,} rows, {self.left_out:,} left out", tables
 
     def worse(self, metric: str, by: float = 0.0) -> list[Difference]:
@@ -136,17 +143,14 @@ def compare(
             named = {} if key is None else {"key": key}
             for model, one in zip(models, folders, strict=True):
                 evaluate(model, table, report=one, **named)  # type: ignore[arg-type]
-        sides = aligned(folders, [str(model) for model in models])
-        found, lists = _compared(sides, [str(model) for model in models], folders)
+        names = [str(model) for model in models]
+        sides, failed = aligned(folders, names)
+        found, lists = _compared(sides, names, folders)
+        found = replace(found, report=folder, failed=tuple(failed))
         if folder is not None:
-            found = Comparison(**{**_fields(found), "report": folder})
             folder.mkdir(parents=True, exist_ok=True)
             write_comparison(folder, found.to_json(), lists, [one / FILE for one in folders])
     return found
-
-
-def _fields(found: Comparison) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in found.__dataclass_fields__}
 
 
 def _evaluation_of(model: Path) -> Path:
@@ -268,12 +272,12 @@ def _about(folders: Sequence[Path]) -> dict[str, Any]:
     settings = {
         name: [job.get(name) for job in jobs] for name in names if len({str(job.get(name)) for job in jobs}) > 1
     }
-    seconds, curves = list[float](), dict[str, dict[str, list[tuple[int, float]]]]()
-    for run in runs:
+    seconds, curves = dict[Path, float](), dict[str, dict[str, list[tuple[int, float]]]]()
+    for run in dict.fromkeys(runs):
         lines = metrics_log.read_metrics(run / metrics_log.METRICS)
-        seconds.append(round(sum(line.get("seconds", 0.0) for line in lines), 1))
+        seconds[run] = round(sum(line.get("seconds", 0.0) for line in lines), 1)
         for line in lines:
             for name in ("validation_loss", "loss"):
                 if name in line and math.isfinite(line[name]):
                     curves.setdefault(name, {}).setdefault(str(run), []).append((line["step"], line[name]))
-    return {"settings": settings, "seconds": seconds, "curves": curves}
+    return {"settings": settings, "seconds": [seconds[run] for run in runs], "curves": curves}
