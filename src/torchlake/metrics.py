@@ -1,8 +1,8 @@
 """Metrics with bootstrap intervals; the formulas are scikit-learn's and scipy's.
 
-Implemented here: the expected calibration error, the scores of one class a row, because they need counts only and
-scikit-learn makes a matrix of all classes for each resample, and the percentile bootstrap, because
-`scipy.stats.bootstrap` rejects tables of one row, and gives no interval if one resample is undefined.
+Implemented here: the expected calibration error; scores that are computed from counts, because scikit-learn makes a
+matrix of all classes for each resample; and the percentile bootstrap, because `scipy.stats.bootstrap` rejects tables of
+one row, and gives no interval if one resample is undefined.
 
 Rows are sorted first, so the numbers do not depend on the order of the table. A metric is NaN where it is undefined
 (AUC of one class); such resamples are left out and counted.
@@ -128,6 +128,13 @@ def class_scores(true: np.ndarray, said: np.ndarray, right: np.ndarray) -> dict[
     }
 
 
+def label_scores(true: np.ndarray, said: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    """Return the F1 scores in the numbers of rows (C,) of each of several labels, as `class_scores`."""
+    both = true + said
+    f1 = np.divide(2 * right, both, out=np.zeros(len(both)), where=both > 0)
+    return {"micro_f1": float(2 * right.sum() / both.sum()) if both.any() else 0.0, "macro_f1": float(f1.mean())}
+
+
 def evaluate_metrics(
     probabilities: np.ndarray,
     targets: np.ndarray,
@@ -167,24 +174,6 @@ def confusion_counts(truth: np.ndarray, said: np.ndarray, classes: int) -> np.nd
     if classes > MAX_MATRIX_CLASSES:
         return None
     return np.bincount(truth * classes + said, minlength=classes * classes).reshape(classes, classes)
-
-
-def loss_metrics(
-    losses: np.ndarray,
-    targets: np.ndarray,
-    derived: Callable[[float], dict[str, float]],
-    *,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> dict[str, Metric]:
-    """Return the mean loss of M pieces with summed `losses` (M,) over `targets` (M,), and metrics `derived` from it."""
-
-    def estimate(pieces: np.ndarray) -> dict[str, float]:
-        loss = float(losses[pieces].sum() / targets[pieces].sum())
-        return {"loss": loss, **derived(loss)}
-
-    return bootstrapped(estimate, len(losses), resamples=resamples, confidence=confidence, seed=seed)
 
 
 def bootstrapped(
@@ -251,17 +240,12 @@ def _estimate(scores: np.ndarray, targets: np.ndarray, problem: str, *, ranked: 
 
 
 def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[str, Any]:
-    from sklearn.metrics import accuracy_score, average_precision_score, f1_score, hamming_loss
+    from sklearn.metrics import average_precision_score
 
-    chosen = (scores >= THRESHOLD).astype(np.int64)
-    # scikit-learn treats one column as two classes, 0 and 1, but only 1 is a label here.
-    only = [1] if targets.shape[1] == 1 else None
-    metrics = {
-        "micro_f1": f1_score(targets, chosen, labels=only, average="micro", zero_division=0),
-        "macro_f1": f1_score(targets, chosen, labels=only, average="macro", zero_division=0),
-        "subset_accuracy": accuracy_score(targets, chosen),
-        "hamming_loss": hamming_loss(targets, chosen),
-    }
+    chosen, truth = scores >= THRESHOLD, targets > 0
+    metrics: dict[str, Any] = label_scores(*(one.sum(axis=0) for one in (truth, chosen, truth & chosen)))
+    metrics["subset_accuracy"] = (chosen == truth).all(axis=1).mean()
+    metrics["hamming_loss"] = (chosen != truth).mean()
     if ranked:
         # The score of a label that no row has is undefined; scikit-learn would count it as 0.
         occurs = targets.any(axis=0)

@@ -28,10 +28,11 @@ from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import aligned
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.evaluation.sections.rows import FILE, finite
+from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.reporting.comparison import write_comparison
+from torchlake.reporting.page import finite
 from torchlake.runs import metrics_log
 from torchlake.tables.failures import format_reasons
 from torchlake.tables.record import output_path

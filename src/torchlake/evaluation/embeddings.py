@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from torchlake.config.task_spec import as_columns
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.rows import stored_name
+from torchlake.evaluation.sections.rows import among_all, stored_name
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.outputs.staging.spool import spooled
@@ -144,10 +144,7 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
     the straight line through the cosines.
     """
     cosines = _contrastive.cosines(found.vectors).astype(np.float64)
-    place = np.full(found.rows, -1, dtype=np.int64)
-    place[found.usable] = np.arange(len(cosines))
-    places = pa.array(place, mask=place < 0)
-    rank: pa.Array = pa.nulls(found.rows, pa.int64())
+    usable, rank = pa.array(found.usable), pa.nulls(found.rows, pa.int64())
     if found.targets is not None:
         from scipy.stats import linregress
 
@@ -157,16 +154,16 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
         loss, right = np.abs(found.targets - said.to_numpy()), pa.nulls(found.rows, pa.bool_())
     else:
         ranks, nearest = _contrastive.ranks(found.vectors)
-        texts = found.scored[second or key].filter(pa.array(found.usable)).combine_chunks()
-        said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), pa.array(ranks).take(places)
-        right = pa.array(ranks == 1).take(places)
+        texts = found.scored[second or key].filter(usable).combine_chunks()
+        said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), among_all(ranks, usable)
+        right = among_all(ranks == 1, usable)
     fixed = {
         key: found.scored[key],
         "label": found.scored[label].cast(pa.float64()) if label else pa.nulls(found.rows, pa.float64()),
-        "prediction": said.take(places),
-        "score": pa.array(cosines).take(places),
+        "prediction": among_all(said, usable),
+        "score": among_all(cosines, usable),
         "probability": pa.nulls(found.rows, pa.float64()),
-        "loss": pa.array(loss).take(places),
+        "loss": among_all(loss, usable),
         "right": right,
         "tokens": pa.nulls(found.rows, pa.int32()),
         "truncated": found.scored["truncated"],

@@ -25,7 +25,7 @@ from torchlake.evaluation.report import FACTS, OF_REPORT, ReportRequest, evaluat
 from torchlake.evaluation.result import Evaluation
 from torchlake.evaluation.sections.hints import refuse_trained
 from torchlake.evaluation.sections.rows import FILE as ROWS
-from torchlake.evaluation.sections.rows import stored_name, write_table
+from torchlake.evaluation.sections.rows import stored_name, write_rows
 from torchlake.models.load import model_folder
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.options import known_spec, with_columns
@@ -154,7 +154,7 @@ def _of_vectors(
         )
         names = [stored_name(name) for name in request.slices]
         atomic_io.remove([request.folder / FACTS])
-        write_table(request.folder / ROWS, rows)
+        write_rows(request.folder / ROWS, [rows])
         done = found.evaluation
         made = {**job.made(spec), "columns": texts, **({} if label is None else {"label": label})}
         publish(request.folder, done.to_json(), kind="vectors", identity=identity, made=made, slices=names)

@@ -24,7 +24,7 @@ from torchlake.errors import TorchlakeError
 from torchlake.evaluation.report import FACTS, publish
 from torchlake.evaluation.sections.hints import KINDS, hints_of
 from torchlake.evaluation.sections.judged import JudgedRows, read_judged
-from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, kind_of, write_rows
+from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, judged_parts, kind_of, write_rows
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts
 from torchlake.runs import folder as run_folder
@@ -91,7 +91,7 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     if kind in KINDS:
         by, hints = hints_of(scored, scored[spec.label], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
-    write_rows(folder / FILE, iter([scored]), columns, spec)
+    write_rows(folder / FILE, judged_parts([scored], columns, spec))
     judged = read_judged(folder / FILE, kind, spec.labels)
     found = {
         "rows": len(scored),

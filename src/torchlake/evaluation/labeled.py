@@ -34,6 +34,7 @@ from torchlake.evaluation.sections.rows import (
     encoded_labels,
     errors_and_usable,
     is_content,
+    judged_parts,
     kind_of,
     scored_parts,
     stored_name,
@@ -210,7 +211,7 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
         by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
     atomic_io.remove([folder / FACTS])
-    write_rows(folder / ROWS, scored_parts(files), columns, spec)
+    write_rows(folder / ROWS, judged_parts(scored_parts(files), columns, spec))
     made = {**job.made(spec), **provenance_of(output), "columns": list(inputs)}
     slices = [stored_name(name) for name in request.slices]
     publish(folder, found.to_json(), kind=kind, identity=job.identity(spec), made=made, slices=slices, hints=by)
@@ -262,29 +263,29 @@ def measured(parts: Iterable[pa.Table], known: pa.Table, spec: TaskSpec) -> Eval
 
     Raises DataError if there are more or fewer rows than labels, or no row has both.
     """
-    task, errors, first = plugins.load("tasks", spec.task), Counter[str](), 0
-    kept: list[Any] = []
-    many = task.measures_classes and len(spec.labels) > MAX_RANKED_CLASSES and spec.problem == "single_label"
+    task, errors, first, kept = plugins.load("tasks", spec.task), Counter[str](), 0, list[tuple[Any, pa.Array]]()
+    single = task.measures_classes and spec.problem == "single_label"
     for part in parts:
-        about = known.slice(first, len(part)).combine_chunks()
+        about = known.slice(first, len(part))
         first += len(part)
         if len(about) < len(part):
             continue
-        labels = about["label"].combine_chunks()
+        labels, unreadable = (about[name].combine_chunks() for name in about.column_names)
         reasons, usable = errors_and_usable(part, labels, spec, PREFIX)
-        usable = pc.and_(usable, about["unreadable"].combine_chunks().is_null())
-        errors += count_reasons(pc.coalesce(reasons, about["unreadable"].combine_chunks()).drop_null())
+        usable = pc.and_(usable, unreadable.is_null())
+        errors += count_reasons(pc.coalesce(reasons, unreadable).drop_null())
         rows = part.rename_columns([name.removeprefix(PREFIX) for name in part.column_names]).filter(usable)
         labels = labels.filter(usable)
-        kept.append(_class_answers(rows, labels, spec) if many else (rows, labels))
+        answers = ClassAnswers.of(task.read_answers(rows, spec), targets_of(labels, spec)) if single else rows
+        kept.append((answers, labels))
     if first != len(known):
         raise DataError(f"the table had {len(known):,} rows, then {first:,}: it changed while it was evaluated")
-    if not any(len(one.truth) if many else len(one[1]) for one in kept):
+    if not any(len(labels) for _, labels in kept):
         raise DataError(
             f"no row of {len(known):,} has both a label in {spec.label!r} and a prediction: "
             + (", ".join(f"{reason} {rows:,}" for reason, rows in errors.most_common()) or "the table is empty")
         )
-    metrics, confusion, resamples = _many_classes(kept, spec) if many else _metrics(task, kept, spec)
+    metrics, confusion, resamples = _metrics(task, kept, spec, single=single)
     return Evaluation(
         rows=first,
         failed=errors.total(),
@@ -296,20 +297,23 @@ def measured(parts: Iterable[pa.Table], known: pa.Table, spec: TaskSpec) -> Eval
     )
 
 
-Measured = tuple[dict[str, Metric], np.ndarray | None, int]
-"The metrics, the confusion matrix, and the number of resamples."
-
-
-def _metrics(task: Any, parts: Sequence[tuple[pa.Table, pa.Array]], spec: TaskSpec) -> Measured:
+def _metrics(
+    task: Any, parts: Sequence[tuple[Any, pa.Array]], spec: TaskSpec, *, single: bool
+) -> tuple[dict[str, Metric], np.ndarray | None, int]:
+    """Return the metrics, the confusion matrix, and the number of resamples."""
+    labels, width = pa.concat_arrays([label for _, label in parts]), max(1, len(spec.labels))
+    if single and width > MAX_RANKED_CLASSES:
+        width = 4  # the numbers of a row that are kept
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // (width * (len(labels) + RESAMPLE_PRICE))))
+    if single:
+        return *evaluate_classes([one for one, _ in parts], len(spec.labels), resamples=resamples), resamples
     rows = pa.concat_tables(part for part, _ in parts)
-    labels = pa.concat_arrays([label for _, label in parts])
-    if task.generates:
-        estimate = estimator(rows["generated_text"].to_pylist(), encoded_labels(labels, spec).to_pylist())
-        return bootstrapped(estimate, len(labels), resamples=RESAMPLES), None, RESAMPLES
     if task.measures_classes:
-        probabilities, truth = task.read_answers(rows, spec), targets_of(labels, spec)
-        resamples = _resamples(*probabilities.shape)
-        return *evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples), resamples
+        answers = (task.read_answers(rows, spec), targets_of(labels, spec))
+        return *evaluate_metrics(*answers, spec.problem, spec.labels, resamples=resamples), resamples
+    if task.generates:
+        written = estimator(rows["generated_text"].to_pylist(), encoded_labels(labels, spec).to_pylist())
+        return bootstrapped(written, len(labels), resamples=RESAMPLES), None, RESAMPLES
     if kind_of(spec) == "answers":
         judged = task.judge(rows, labels, spec)
 
@@ -323,16 +327,3 @@ def _metrics(task: Any, parts: Sequence[tuple[pa.Table, pa.Array]], spec: TaskSp
         return found
 
     return bootstrapped(measure, len(labels), resamples=RESAMPLES_OF_TASKS), None, RESAMPLES_OF_TASKS
-
-
-def _class_answers(rows: pa.Table, labels: pa.Array, spec: TaskSpec) -> ClassAnswers:
-    return ClassAnswers.of(plugins.load("tasks", spec.task).read_answers(rows, spec), targets_of(labels, spec))
-
-
-def _many_classes(parts: Sequence[ClassAnswers], spec: TaskSpec) -> Measured:
-    resamples = _resamples(sum(len(part.truth) for part in parts), 4)
-    return *evaluate_classes(parts, len(spec.labels), resamples=resamples), resamples
-
-
-def _resamples(rows: int, width: int) -> int:
-    return min(RESAMPLES, max(100, RESAMPLED_NUMBERS // (width * (rows + RESAMPLE_PRICE))))

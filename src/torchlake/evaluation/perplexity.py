@@ -29,7 +29,7 @@ from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.evaluation.result import Evaluation
-from torchlake.metrics import loss_metrics
+from torchlake.metrics import bootstrapped
 from torchlake.models.load import load_tokenizer
 from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
@@ -85,12 +85,17 @@ def measure_texts(
         losses, targets = _losses(settings, engine)
         errors = errors_of(committed_files(prepared))
     derived = plugins.load("tasks", spec.task).loss_metrics
+
+    def estimate(blocks: np.ndarray) -> dict[str, float]:
+        loss = float(losses[blocks].sum() / targets[blocks].sum())
+        return {"loss": loss, **derived(loss)}
+
     return Evaluation(
         rows=record["rows"],
         failed=sum(errors.values()),
         errors=errors,
         tokens=int(targets.sum()),
-        metrics=loss_metrics(losses, targets, derived, resamples=RESAMPLES),
+        metrics=bootstrapped(estimate, len(losses), resamples=RESAMPLES),
         resamples=RESAMPLES,
     )
 

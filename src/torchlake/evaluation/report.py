@@ -22,10 +22,11 @@ from torchlake.engines import Engine
 from torchlake.errors import FingerprintError, OutputError, UsageError
 from torchlake.evaluation.sections.facts import sections_of
 from torchlake.evaluation.sections.judged import read_judged
-from torchlake.evaluation.sections.rows import FILE, finite
+from torchlake.evaluation.sections.rows import FILE
 from torchlake.outputs.staging.folders import remove_leased
 from torchlake.redaction import redacted
 from torchlake.reporting.evaluation import write_page
+from torchlake.reporting.page import finite
 from torchlake.storage.lease import acquire
 from torchlake.tables.record import output_path, read_commit
 

@@ -1,6 +1,5 @@
 """The result of `evaluate`."""
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torchlake.config.task_spec import Label
 from torchlake.display import Shown, Table, count, shown
 from torchlake.metrics import Metric
+from torchlake.reporting.page import finite
 
 MATRIX_SHOWN = 7
 "Classes up to which the text of an `Evaluation` has the confusion matrix."
@@ -46,8 +46,6 @@ with more than 1,000 classes."
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a metric that is undefined on this table is null."""
-        value = asdict(self)
-        for metric in value["metrics"].values():
-            metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
+        value: dict[str, Any] = finite(asdict(self))
         del value["report"]
-        return {**value, "labels": list(self.labels)}
+        return value

@@ -6,6 +6,7 @@ filter box of an evaluation's page has a script. The template escapes every text
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -101,6 +102,17 @@ def shown_value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown_value(key, item)}" for key, item in value.items())
     return str(value)
+
+
+def finite(value: Any) -> Any:
+    """Return plain JSON values: NaN and infinities, which JSON lacks, as null."""
+    if isinstance(value, Mapping):
+        return {str(name): finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds: float) -> str:

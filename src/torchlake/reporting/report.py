@@ -19,6 +19,7 @@ from torchlake.models.folders import ADAPTER_TENSORS, WEIGHTS
 from torchlake.preparation import summary
 from torchlake.redaction import redacted
 from torchlake.reporting.doctor import doctor
+from torchlake.reporting.page import finite
 from torchlake.reporting.run import Point, render, render_folds
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import FOLDS, WRITTEN
@@ -57,7 +58,7 @@ def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the facts of a cross-validation, and its page; without metrics until every fold is trained."""
     settings = atomic_io.read_json(folder / FOLDS)
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
-    facts: dict[str, Any] = _plain(
+    facts: dict[str, Any] = finite(
         redacted(
             {
                 "run": folder.resolve().name,
@@ -90,9 +91,10 @@ def collect(folder: Path) -> dict[str, Any]:
     checkpoints = _checkpoints(job.train.checkpoint_folder, folder)
     best = next((entry["best"] for entry in reversed(checkpoints) if entry["best"]), None)
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    prepared = atomic_io.read_json(folder / summary.FILE) if (folder / summary.FILE).is_file() else {}
     found = doctor().facts
     installed = {name: value for name, value in found["optional"].items() if not value.startswith("missing")}
-    facts: dict[str, Any] = _plain(
+    facts: dict[str, Any] = finite(
         {
             "run": folder.resolve().name,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,8 +103,8 @@ def collect(folder: Path) -> dict[str, Any]:
             "metric": result.get("metric"),
             "metrics": best["metrics"] if best else result.get("metrics", {}),
             "best_step": best["step"] if best else None,
-            "data": {**_data(steps), **_summary(folder)},
-            "findings": _findings(folder),
+            "data": {**_data(steps), **({"summary": summary.summary_lines(prepared)} if prepared else {})},
+            "findings": prepared.get("findings", []),
             "job": job.model_dump(mode="json"),
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
@@ -149,19 +151,6 @@ def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
         "tokens_per_row": round(tokens / rows, 1) if rows else None,
         "padding_percent": round(100 * (1 - tokens / padded), 1) if padded else None,
     }
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """Return the data summary; nothing before the table is prepared."""
-    path = folder / summary.FILE
-    return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
-
-
-def _findings(folder: Path) -> list[dict[str, Any]]:
-    """Return what the data checks found; nothing before the table is prepared."""
-    path = folder / summary.FILE
-    found: list[dict[str, Any]] = atomic_io.read_json(path).get("findings", []) if path.is_file() else []
-    return found
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
@@ -218,12 +207,3 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     width = max(1, math.ceil(len(finite) / CURVE_POINTS))
     groups = [finite[start : start + width] for start in range(0, len(finite), width)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` with NaN and infinities, which JSON lacks, as null."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -126,6 +127,29 @@ def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: 
     assert set(facts["sections"]["worst"][:2]) == {3, 4}
     assert facts["sections"]["retrieval"][0]["recall"] == 0.9
     assert sorted(path.name for path in folder.iterdir()) == FILES
+    evaluate(model, tmp_path / "pairs.parquet", report=tmp_path / "plain", no_texts=True, **arguments)
+    plain = pq.read_table(tmp_path / "plain" / "rows.parquet")
+    assert plain["prediction"].to_pylist()[3:5] == [4, 3]  # the key of the nearest one, not its text
+    stored = (tmp_path / "plain" / "rows.parquet").read_bytes() + (tmp_path / "plain" / "eval.html").read_bytes()
+    assert {"a", "b"} & {*plain.column_names} == set()
+    assert not any(text.encode() in stored for text in texts)
+
+
+def test_a_report_without_rows_keeps_none_of_another_model(
+    tiny_gpt2: Path, written: tuple[Evaluation, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "eval"
+    shutil.copytree(written[1], folder)
+    table = pa.table({"text": ["a good film", "a bad film"]})
+    with pytest.raises(FingerprintError, match="another model"):
+        evaluate(tiny_gpt2, table, report=folder, engine=Refusing())
+    found = evaluate(tiny_gpt2, table, report=folder, overwrite=True, engine=tiny.Here())
+    assert sorted(path.name for path in folder.iterdir()) == ["eval.html", "eval.json"]
+    assert json.loads((folder / "eval.json").read_text())["files"] == {}
+    assert found.tokens
+    with pytest.raises(UsageError, match="key: text_generation is not measured row by row"):
+        evaluate(tiny_gpt2, table, report=tmp_path / "other", key="id", engine=Refusing())
+    assert not (tmp_path / "other").exists()
 
 
 def test_written_texts_have_rows_the_worst_first_and_by_length(tiny_gpt2: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.evaluation.sections.judged import JudgedRows, listed
-from torchlake.metrics import ECE_BINS, class_scores, confidence_bins
+from torchlake.metrics import ECE_BINS, class_scores, confidence_bins, label_scores
 from torchlake.metrics import calibration as calibration_error
 
 CELL_ROWS = 400
@@ -115,12 +115,9 @@ def baseline(rows: JudgedRows) -> dict[str, Any]:
     if rows.kind == "labels":
         true = np.asarray(rows.members("label").sum(axis=0))
         often = true >= total / 2
-        both = true + total * often
-        f1 = np.divide(2 * true * often, both, out=np.zeros(len(both)), where=both > 0)
         names = ", ".join(str(label) for label, yes in zip(rows.labels, often, strict=True) if yes)
-        micro = float(2 * (true * often).sum() / both.sum()) if both.sum() else 0.0
         answer = f"the labels of at least half of the rows: {names or 'no label'}"
-        return {"answer": answer, "metrics": {"micro_f1": micro, "macro_f1": float(f1.mean())}}
+        return {"answer": answer, "metrics": label_scores(true, total * often, true * often)}
     counts = np.bincount(rows.codes("label"), minlength=len(rows.labels))
     said = np.zeros_like(counts)
     said[often := int(counts.argmax())] = total

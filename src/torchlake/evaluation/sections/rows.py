@@ -10,8 +10,7 @@ in the table's order; only a batch of them is in memory, with fewer rows if ther
 """
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,31 +86,27 @@ def kind_of(spec: TaskSpec) -> str:
     )
 
 
-def write_rows(path: Path, parts: Iterator[pa.Table], columns: RowColumns, spec: TaskSpec) -> None:
-    """Write rows.parquet from scored rows, atomically."""
-    building, kind, writer = atomic_io.temporary_path(path), kind_of(spec), None
-    first = 0
+def judged_parts(parts: Iterable[pa.Table], columns: RowColumns, spec: TaskSpec) -> Iterator[pa.Table]:
+    """Yield the rows of rows.parquet for parts of the scored rows."""
+    kind, first = kind_of(spec), 0
+    for part in parts:
+        made = judged(part, columns, spec, kind)
+        for name, values in columns.hints.items():
+            made = made.append_column(name, values.slice(first, len(made)))
+        first += len(made)
+        yield made
+
+
+def write_rows(path: Path, parts: Iterable[pa.Table]) -> None:
+    """Write rows.parquet from its parts, atomically."""
+    building, writer = atomic_io.temporary_path(path), None
     try:
         for part in parts:
-            made = judged(part, columns, spec, kind)
-            for name, values in columns.hints.items():
-                made = made.append_column(name, values.slice(first, len(made)))
-            first += len(made)
-            writer = writer or pq.ParquetWriter(building, made.schema, write_page_checksum=True)
-            writer.write_table(made.cast(writer.schema))
+            writer = writer or pq.ParquetWriter(building, part.schema, write_page_checksum=True)
+            writer.write_table(part.cast(writer.schema), row_group_size=BATCH_ROWS)
         if writer is not None:
             writer.close()
             atomic_io.move_into_place(building, path, site="evaluation.rows")
-    finally:
-        atomic_io.remove([building])
-
-
-def write_table(path: Path, rows: pa.Table) -> None:
-    """Write rows.parquet from rows in memory, atomically."""
-    building = atomic_io.temporary_path(path)
-    try:
-        pq.write_table(rows, building, row_group_size=BATCH_ROWS, write_page_checksum=True)
-        atomic_io.move_into_place(building, path, site="evaluation.rows")
     finally:
         atomic_io.remove([building])
 
@@ -160,20 +155,17 @@ def judged(scored: pa.Table, columns: RowColumns, spec: TaskSpec, kind: str) -> 
     names = [name for name in scored.column_names if name.startswith(columns.prefix)]
     predicted = scored.select(names).rename_columns([name.removeprefix(columns.prefix) for name in names])
     found = JUDGES[kind](predicted.filter(usable), labels.filter(usable), spec)
-    mask = usable.to_numpy(zero_copy_only=False)
-    place = np.where(mask, np.cumsum(mask) - 1, -1)
-    places = from_numpy(place, null=~mask)
     empty = pa.nulls(len(scored), pa.float64())
     made: dict[str, Any] = {columns.id: scored[columns.id]}
-    made["label"] = _array(found.pop("label")).take(places) if "label" in found else labels
+    made["label"] = among_all(found.pop("label"), usable) if "label" in found else labels
     for name in ("prediction", "score", "probability", "loss", "right"):
         values = found.pop(name, None)
         kept = pa.nulls(len(scored), pa.bool_()) if name == "right" else empty
-        made[name] = kept if values is None else _array(values).take(places)
+        made[name] = kept if values is None else among_all(values, usable)
     tokens = next((name for name in ("tokens", "prompt_tokens") if name in predicted.column_names), None)
     made["tokens"] = pa.nulls(len(scored), pa.int32()) if tokens is None else predicted[tokens]
     made |= {"truncated": scored["truncated"], "error": errors}
-    made |= {name: _array(values).take(places) for name, values in found.items()}
+    made |= {name: among_all(values, usable) for name, values in found.items()}
     return pa.table({**made, **{name: scored[column] for name, column in columns.copied.items()}})
 
 
@@ -184,10 +176,12 @@ def is_content(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _array(values: Any) -> pa.Array:
-    if isinstance(values, pa.ChunkedArray):
-        return values.combine_chunks()
-    return values if isinstance(values, pa.Array) else pa.array(values)
+def among_all(values: Any, usable: pa.Array) -> pa.Array:
+    """Return the values of usable rows among all rows, null for the others."""
+    mask = usable.to_numpy(zero_copy_only=False)
+    array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    array = array if isinstance(array, pa.Array) else pa.array(array)
+    return array.take(from_numpy(np.where(mask, np.cumsum(mask) - 1, -1), null=~mask))
 
 
 def chances_of_rows(predicted: pa.Table, spec: TaskSpec) -> np.ndarray:
@@ -300,14 +294,3 @@ JUDGES: Mapping[str, Callable[[pa.Table, pa.Array, TaskSpec], Judgment]] = {
     "texts": _texts,
     "other": _other,
 }
-
-
-def finite(value: Any) -> Any:
-    """Return plain JSON values: NaN and infinities, which JSON lacks, as null."""
-    if isinstance(value, Mapping):
-        return {str(name): finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

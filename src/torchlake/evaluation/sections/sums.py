@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.metrics import class_scores
+from torchlake.metrics import class_scores, label_scores
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -62,7 +62,11 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[SumGroup]:
     elif kind == "labels":
         classes = len(sides[0].labels)
         sums = [_label_sums(side, sides[0].labels) for side in sides]
-        yield SumGroup(every, sums, lambda found, n: _label_metrics(found, n, classes))
+
+        def finish(found: np.ndarray, total: int) -> dict[str, float]:
+            return {**label_scores(*found[:-1].reshape(3, classes)), "subset_accuracy": float(found[-1] / total)}
+
+        yield SumGroup(every, sums, finish)
     elif kind == "spans":
         yield SumGroup(every, [_span_sums(side) for side in sides], _span_metrics)
     elif kind in ("answers", "texts"):
@@ -97,18 +101,6 @@ def _label_sums(side: JudgedRows, labels: Sequence[object]) -> "csr_array":
     truth, said = side.members("label", labels), side.members("prediction", labels)
     right = csr_array(side.numbers("right")[:, None])
     return csr_array(hstack([truth, said, truth * said, right], format="csr"))
-
-
-def _label_metrics(sums: np.ndarray, rows: int, classes: int) -> dict[str, float]:
-    true, said, right = sums[:-1].reshape(3, classes)
-    both = true + said
-    f1 = np.divide(2 * right, both, out=np.zeros(classes), where=both > 0)
-    total = both.sum()
-    return {
-        "micro_f1": float(2 * right.sum() / total) if total else 0.0,
-        "macro_f1": float(f1.mean()),
-        "subset_accuracy": float(sums[-1] / rows),
-    }
 
 
 def _span_sums(side: JudgedRows) -> np.ndarray:
