@@ -27,7 +27,7 @@ from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import aligned
-from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
@@ -150,7 +150,7 @@ def compare(
         found = replace(found, report=folder, failed=tuple(failed))
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            write_comparison(folder, found.to_json(), lists, [one / FILE for one in folders])
+            write_comparison(folder, found.to_json(), lists, folders[0] / FILE)
     return found
 
 
@@ -200,9 +200,9 @@ def _compared(
             )
     pairs, lists = [], []
     for side, name in zip(sides[1:], names[1:], strict=True):
-        pair, listed = _pair(sides[0], side, name)
+        pair, chosen = _pair(sides[0], side, name)
         pairs.append(pair)
-        lists.append({"model": name, **listed})
+        lists.append({"model": name, **chosen})
     if all("p" in pair for pair in pairs):
         for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
             pair |= {"p_holm": corrected} if len(pairs) > 1 else {}
@@ -218,8 +218,9 @@ def _compared(
     return comparison, lists
 
 
-def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Return agreement, rows won and lost with McNemar's exact test; and the first rows of both, by loss."""
+def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return agreement, rows won and lost with McNemar's exact test; and the first rows of both, by loss, with what the
+    other model said."""
     same = _same(first.table["prediction"], other.table["prediction"])
     gained = first.numbers("loss") - other.numbers("loss")
     before, after = first.right, other.right
@@ -230,11 +231,13 @@ def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, An
         won, lost = ~before & after, before & ~after
         pair["p"] = mcnemar(int(won.sum()), int(lost.sum()))
     pair |= {"won": int(won.sum()), "lost": int(lost.sum())}
-    lists = {}
+    lists: dict[str, Any] = {"said": {}}
     for word, some, order in (("won", won, -gained), ("lost", lost, gained)):
         chosen = np.flatnonzero(some)
         chosen = chosen[np.argsort(order[chosen], kind="stable")[:LISTED]]
-        lists[word] = [int(place) for place in first.places[chosen]]
+        lists[word] = listed(first, chosen)
+        said = other.table["prediction"].take(pa.array(chosen)).to_pylist()
+        lists["said"] |= dict(zip(lists[word], said, strict=True))
     return pair, lists
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
 from torchlake.config.options import EvaluateOptions
 from torchlake.engines import Engine
 from torchlake.errors import FingerprintError, OutputError, UsageError
@@ -70,29 +70,30 @@ class ReportRequest:
 def as_command(asked: Mapping[str, Any]) -> str | None:
     """Return the command that makes this report again, from all arguments of `evaluate`; None if one of them, such as
     a table in memory, has no form there."""
-    given = {name: value for name, value in asked.items() if value is not None and value is not False}
-    tables = given.pop("table")
-    first, *others = tables if _several(tables) else [tables]
-    words = ["torchlake", "evaluate", _word(given.pop("model")), _word(first)]
-    given = {**({"input": others} if others else {}), **given}
-    if isinstance(engine := given.pop("engine", None), Engine):
-        given |= {"engine": type(engine).__name__.lower()} | (
-            {"processes": engine.processes} if engine.processes else {}
-        )
+    tables = asked["table"] if _several(asked["table"]) else [asked["table"]]
+    words = ["torchlake", "evaluate", _word(asked["model"]), _word(tables[0])]
+    given = {"input": tables[1:], **{name: value for name, value in asked.items() if name not in ("model", "table")}}
+    if isinstance(engine := given.get("engine"), Engine):
+        name = type(engine).__name__.lower()
+        known = name in plugins.names("engines")
+        given |= {"engine": name if known else None, "processes": engine.processes if known else None}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    if PYTHON_ONLY & given.keys():
+        return None
     hints = get_type_hints(EvaluateOptions, include_extras=True)
-    for name, value in ((name, value) for name, value in given.items() if value is not None):
+    for name, value in given.items():
         kind = hints.get(name)
         flag = (get_args(kind)[1].flag if get_origin(kind) is Annotated else None) or f"--{name.replace('_', '-')}"
-        if name in PYTHON_ONLY:
-            return None
         if isinstance(value, Mapping):
             pairs = [(key, one) for key, some in value.items() for one in (some if _several(some) else [some])]
             shown = [f"{key}={one if name in PLAIN_PAIRS else json.dumps(one)}" for key, one in pairs]
         else:
             shown = [_word(one, escaped=name in ESCAPED) for one in (value if _several(value) else [value])]
-        for one in [] if value is True else shown:
+        if value is True:
+            words.append(flag)
+            continue
+        for one in shown:
             words += [f"{flag}={one}"] if one is not None and one.startswith("-") else [flag, one]
-        words += [flag] if value is True else []
     return None if None in words else shlex.join(word for word in words if word is not None)
 
 

@@ -8,41 +8,24 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
-from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, duration, render_page, shown_rows
+from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, duration, render_page, shortened, shown_rows
 from torchlake.tables.failures import format_reasons
 
 
-def write_comparison(
-    folder: Path, facts: Mapping[str, Any], lists: Sequence[Mapping[str, Any]], files: Sequence[Path]
-) -> None:
-    """Write compare.html and compare.json. `lists` has the numbers of rows in the first of the files of rows."""
+def write_comparison(folder: Path, facts: Mapping[str, Any], lists: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write compare.html and compare.json.
+
+    `lists` has for each further model the numbers of the rows that it won and lost, in the first model's `file` of
+    rows, and what it `said` of them.
+    """
     wanted = [place for one in lists for word in ("won", "lost") for place in one[word]]
-    rows = shown_rows(files[0], wanted)
-    ids = {place: next(iter(row.values())) for place, row in rows.items()}
-    others = [_predictions(file, ids) for file in files[1:]]
     facts = redacted({**facts, "written": datetime.now(UTC).isoformat(timespec="seconds")})
-    page = render_comparison(facts, rows, lists, others)
+    page = render_comparison(facts, shown_rows(file, wanted), lists)
     atomic_io.write_bytes(folder / "compare.html", page.encode(), site="comparison.page")
     atomic_io.write_json(folder / "compare.json", facts, site="comparison.facts")
 
 
-def _predictions(file: Path, ids: Mapping[int, Any]) -> dict[int, Any]:
-    """Return another model's predictions of some rows, by their numbers in the first file."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file) as stored:
-        name = stored.schema_arrow.names[0]
-        wanted, found = {str(key): place for place, key in ids.items()}, {}
-        for batch in stored.iter_batches(columns=[name, "prediction"]):
-            for at, key in enumerate(batch[name].cast("string").to_pylist()):
-                if key in wanted:
-                    found[wanted[key]] = batch["prediction"][at].as_py()
-    return found
-
-
-def render_comparison(
-    facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]], others: Sequence[Mapping[int, Any]]
-) -> str:
+def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]]) -> str:
     """Return the page."""
     about = facts["about"]
     differences = [
@@ -58,8 +41,8 @@ def render_comparison(
         ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
         *([("full", "Curves", "figures", _curves(about["curves"]))] if about.get("curves") else []),
         *(
-            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], said))
-            for one, said in zip(lists, others, strict=True)
+            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], one["said"]))
+            for one in lists
             for word in ("won", "lost")
         ),
     ]
@@ -144,5 +127,5 @@ def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | No
 def _cards(kind: str, rows: Rows, places: Sequence[int], said: Mapping[int, Any]) -> list[dict[str, Any]]:
     shown = cards_of(kind, rows, places)
     for card, place in zip(shown, places, strict=True):
-        card["facts"].append(("this model's prediction", str(said.get(place)), ""))
+        card["facts"].append(("this model's prediction", shortened(str(said.get(place))), ""))
     return shown

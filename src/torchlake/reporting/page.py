@@ -159,7 +159,7 @@ def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     after = columns[columns.index("error") + 1 :] if "error" in columns else []
     hidden = ("label_quality", "label_issue", "suggested")
     written = [("expected", row["label"]), ("written", row["prediction"])] if kind == "texts" else []
-    texts = [(name, [(_short(text), False)]) for name, text in written]
+    texts = [(name, [(shortened(text), False)]) for name, text in written]
     texts += [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
     return {"facts": shown, "texts": texts}
 
@@ -173,7 +173,7 @@ def _value(value: Any) -> str:
         if value and isinstance(value[0], Mapping):
             return ", ".join(f"{one['label']} {one['start']}-{one['end']}" for one in value)
         return ", ".join(map(str, value)) or "no label"
-    return _short(str(value))
+    return shortened(str(value))
 
 
 def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bool]]:
@@ -186,7 +186,7 @@ def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bo
         start = text.find(row["prediction"])
         places = [(start, start + len(row["prediction"]))] if start >= 0 else []
     if not places:
-        return [(_short(text), False)]
+        return [(shortened(text), False)]
     first = max(0, places[0][0] - CHARACTERS // 2)
     pieces, at = [("... " if first else "", False)], first
     for start, stop in places:
@@ -196,5 +196,6 @@ def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bo
     return [*pieces, (text[at : first + CHARACTERS] + ("..." if len(text) > first + CHARACTERS else ""), False)]
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return the beginning of a long text."""
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text):,} characters)"

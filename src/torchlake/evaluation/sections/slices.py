@@ -28,7 +28,7 @@ def refuse_slices(schema: pa.Schema, names: Sequence[str]) -> None:
         if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             raise UsageError(
                 f"slices: the column {name!r} holds {schema.field(name).type}. A slice (--slice) is a plain value, "
-                "such as a text or a number, or each item of a list of them."
+                "such as a word or a number, or each item of a list of them."
             )
 
 
