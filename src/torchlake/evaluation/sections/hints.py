@@ -20,10 +20,12 @@ from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.evaluation.sections.rows import among_all, chances_of_rows, targets_of
+from torchlake.evaluation.sections.rows import among_all, targets_of
 from torchlake.labels.encoding import label_array
 
 KINDS = ("classes", "labels")
+CLEANLAB_NUMBERS = 50_000_000
+"Probabilities up to which cleanlab judges: it takes several times their memory."
 Columns = Mapping[str, np.ndarray | pa.Array]
 
 
@@ -60,17 +62,21 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
 
     `predicted` has all probabilities; every row has a label.
     """
-    chances, targets = chances_of_rows(predicted, spec), targets_of(labels, spec)
+    chances, targets = plugins.load("tasks", spec.task).read_answers(predicted, spec), targets_of(labels, spec)
     classes = label_array(spec)
     if kind == "classes":
-        own, suggested = chances[np.arange(len(targets)), targets], classes.take(pa.array(chances.argmax(axis=1)))
-        wrong = chances.argmax(axis=1) != targets
+        said = chances.argmax(axis=1)
+        own, suggested, wrong = chances[np.arange(len(targets)), targets], classes.take(pa.array(said)), said != targets
     else:
         positive = targets.reshape(len(chances), -1) > 0
         own = np.where(positive, chances, 1 - chances).min(axis=1)
         wrong, suggested = ((chances >= 0.5) != positive).any(axis=1), predicted["label"].combine_chunks()
-    if find_spec("cleanlab") is None or len(targets) < 2:
-        return "the probability of the label", {"label_quality": own, "label_issue": wrong, "suggested": suggested}
+    large = chances.size > CLEANLAB_NUMBERS
+    if large or find_spec("cleanlab") is None or len(targets) < 2:
+        how = f"the probability of the label{' (more rows and classes than cleanlab is given)' if large else ''}"
+        own = own.astype(np.float64)
+        return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
+    chances = chances.astype(np.float64)
     from cleanlab import multilabel_classification, rank
     from cleanlab.filter import find_label_issues
 

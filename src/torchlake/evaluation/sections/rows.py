@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import as_matrix, from_arrow
-from torchlake.evaluation.writing import exact_match, token_f1
+from torchlake.evaluation.writing import OF_EACH
 from torchlake.labels.encoding import label_array
 from torchlake.labels.predictions import THRESHOLD
 from torchlake.tables.arrays import from_numpy, string_column
@@ -184,20 +184,14 @@ def among_all(values: Any, usable: pa.Array) -> pa.Array:
     return array.take(from_numpy(np.where(mask, np.cumsum(mask) - 1, -1), null=~mask))
 
 
-def chances_of_rows(predicted: pa.Table, spec: TaskSpec) -> np.ndarray:
-    """Return the probabilities (N, C) float64."""
-    names = plugins.load("tasks", spec.task).probability_names(spec)
-    return np.column_stack([predicted[name].to_numpy() for name in names]).astype(np.float64)
-
-
 def targets_of(labels: pa.Array, spec: TaskSpec) -> np.ndarray:
     encoded = plugins.load("tasks", spec.task).encode_labels(labels, spec)
     return np.asarray(as_matrix(from_arrow(encoded))) if len(labels) else np.zeros(0, dtype=np.int64)
 
 
 def _classes(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
-    chances, truth = chances_of_rows(predicted, spec), targets_of(labels, spec)
-    given = chances[np.arange(len(truth)), truth]
+    chances, truth = plugins.load("tasks", spec.task).read_answers(predicted, spec), targets_of(labels, spec)
+    given = chances[np.arange(len(truth)), truth].astype(np.float64)
     return {
         "label": label_array(spec).take(pa.array(truth)),
         "prediction": predicted["label"],
@@ -210,7 +204,8 @@ def _classes(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
 
 def _labels(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
     """Judge several labels; `probability` is that of the least likely of a row's true answers, yes or no."""
-    chances, truth = chances_of_rows(predicted, spec), targets_of(labels, spec).reshape(-1, len(spec.labels)) > 0
+    chances = plugins.load("tasks", spec.task).read_answers(predicted, spec).astype(np.float64)
+    truth = targets_of(labels, spec).reshape(-1, len(spec.labels)) > 0
     agreed = np.where(truth, chances, 1 - chances)
     row, column = np.nonzero(truth)
     offsets = np.searchsorted(row, np.arange(len(truth) + 1)).astype(np.int32)
@@ -265,13 +260,14 @@ def _answers(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
 def _texts(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
     """Judge written texts by what was expected; `score` is their probability for each token, if it is known."""
     written, wanted = predicted["generated_text"], encoded_labels(labels, spec)
-    pairs = [([text], [other]) for text, other in zip(written.to_pylist(), wanted.to_pylist(), strict=True)]
+    pairs = list(zip(written.to_pylist(), wanted.to_pylist(), strict=True))
+    f1, same = (np.array([OF_EACH[name](*pair) for pair in pairs], np.float64) for name in ("token_f1", "exact_match"))
     known = "logprob" in predicted.column_names
     return {
         "label": wanted,
         "prediction": written,
-        "loss": 1 - np.array([token_f1(*pair) for pair in pairs], dtype=np.float64),
-        "right": np.array([exact_match(*pair) for pair in pairs], dtype=np.float64) == 1,
+        "loss": 1 - f1,
+        "right": same == 1,
         **({"score": pc.exp(predicted["logprob"].cast(pa.float64()))} if known else {}),
     }
 
