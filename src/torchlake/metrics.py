@@ -97,7 +97,8 @@ class ClassAnswers:
     @classmethod
     def joined(cls, parts: "Sequence[ClassAnswers]") -> "ClassAnswers":
         """Return the answers of several parts of the rows, in a row order that does not depend on the table's."""
-        chances = None if parts[0].chances is None else np.concatenate([part.chances for part in parts])
+        kept = [part.chances for part in parts if part.chances is not None]
+        chances = np.concatenate(kept) if kept else None
         columns = [
             np.concatenate([getattr(part, name) for part in parts]) for name in ("truth", "said", "given", "confidence")
         ]

@@ -91,12 +91,9 @@ def _left_out(failed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
         {"model": one["model"], "rows": one["rows"], "because of": ", ".join(format_reasons(one["errors"]))}
         for one in failed
     ]
-    listed = [
-        {"row": row["key"], "model": one["model"], "error": row["error"]} for one in failed for row in one["list"]
-    ]
-    return (
-        [("grid", table), ("details", {"title": "The first rows", "form": "grid", "content": listed})] if table else []
-    )
+    rows = [{"row": row["key"], "model": one["model"], "error": row["error"]} for one in failed for row in one["list"]]
+    details = {"title": "The first rows", "form": "grid", "content": rows}
+    return [("grid", table), ("details", details)] if table else []
 
 
 def distinct_names(paths: Iterable[str]) -> dict[str, str]:

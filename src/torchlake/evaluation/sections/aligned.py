@@ -31,7 +31,7 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
             raise UsageError(f"{name}: its evaluation has no rows; {one['made']['task']} is not compared row by row.")
     tables = [_read(folder / FILE) for folder in folders]
     first, ids = tables[0], tables[0].column_names[0]
-    usable, failed = np.ones(len(first), dtype=bool), []
+    usable, failed = np.ones(len(first), dtype=bool), list[dict[str, Any]]()
     for at in range(len(tables)):
         _refuse_other_rows(facts[0], facts[at], first, tables[at], (names[0], names[at]))
         if not tables[at][ids].equals(first[ids]):
