@@ -156,10 +156,10 @@ def tasks_given_here() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def few_resamples() -> Iterator[None]:
     """Enough for an interval; a thousand cost scikit-learn seconds for each evaluation."""
-    from torchlake.evaluation import embeddings, evaluate
+    from torchlake.evaluation import embeddings, labeled
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((evaluate, "RESAMPLES"), (evaluate, "RESAMPLES_OF_TASKS"), (embeddings, "RESAMPLES")):
+        for module, name in ((labeled, "RESAMPLES"), (labeled, "RESAMPLES_OF_TASKS"), (embeddings, "RESAMPLES")):
             patch.setattr(module, name, 20)
         yield
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import tiny
 from torchlake.evaluation.report import publish
 from torchlake.evaluation.sections.hints import hints_of
-from torchlake.evaluation.sections.rows import FILE, RowColumns, kind_of, write_rows
+from torchlake.evaluation.sections.rows import FILE, RowColumns, judged_parts, kind_of, write_rows
 from torchlake.models.load import TaskSpec
 
 ABOUT = {"model": "model", "task": "text_classification", "table": "table.parquet"}
@@ -53,7 +53,7 @@ def evaluated(
     if hints:
         by, found = hints_of(scored, scored["label"], spec, kind_of(spec), "p_")
         columns = replace(columns, hints=found)
-    write_rows(folder / FILE, iter([scored.slice(0, 7), scored.slice(7)]), columns, spec)
+    write_rows(folder / FILE, judged_parts([scored.slice(0, 7), scored.slice(7)], columns, spec))
     measured = {"rows": len(scored), "failed": scored["error"].length() - scored["error"].null_count, "errors": {}}
     measured |= {"metrics": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}}, "labels": list(spec.labels)}
     return publish(folder, measured, kind=kind_of(spec), identity={}, made=ABOUT, slices=slices, hints=by)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
     from torchlake.evaluation.compare import Comparison, compare
-    from torchlake.evaluation.evaluate import Evaluation, evaluate
+    from torchlake.evaluation.evaluate import evaluate
+    from torchlake.evaluation.result import Evaluation
     from torchlake.exporting.export import export
     from torchlake.exporting.mlflow_model import log_model
     from torchlake.jobs.map import Mapped, map

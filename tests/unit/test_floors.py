@@ -27,7 +27,7 @@ NEIGHBORS = {
     "cli": {"__init__", "serving"},
     "evaluation": {"preparation", "reporting", "scoring"},
     "exporting": {"scoring"},
-    "optimization": {"evaluation", "scoring"},
+    "optimization": {"scoring"},
     "planning": {"preparation", "scoring"},
     "preparation": {"jobs", "scoring"},
     "reporting": {"preparation"},

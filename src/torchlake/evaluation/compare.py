@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import aligned
-from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.reporting.comparison import write_comparison
 from torchlake.runs import metrics_log
+from torchlake.tables.failures import format_reasons
 from torchlake.tables.record import output_path
 
 LISTED = 50
@@ -75,9 +76,12 @@ class Comparison:
     rows: int
     "Rows that all models have a prediction for."
     left_out: int
+    "Rows that a model has no prediction for, or that have no label."
     differences: tuple[Difference, ...]
     pairs: tuple[Mapping[str, Any], ...]
     "For each further model: agreement, rows won and lost, the p value of McNemar's test and Holm's correction of it."
+    failed: tuple[Mapping[str, Any], ...] = ()
+    "Of each model with rows that are left out: their number, errors by reason, and the first ones."
     report: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     "Of runs: the settings that differ, the seconds and the curves."
@@ -95,6 +99,9 @@ class Comparison:
         if self.pairs:
             names = ("model", "agreement", "won", "lost", "p")
             tables.append([names, *(tuple(pair.get(name) for name in names) for pair in self.pairs)])
+        if self.failed:
+            rows = [(one["model"], one["rows"], ", ".join(format_reasons(one["errors"]))) for one in self.failed]
+            tables.append([("model", "rows left out", "because of"), *rows])
         return f"{len(self.models)} models, {self.rows:,} rows, {self.left_out:,} left out", tables
 
     def worse(self, metric: str, by: float = 0.0) -> list[Difference]:
@@ -138,17 +145,14 @@ def compare(
             named = {} if key is None else {"key": key}
             for model, one in zip(models, folders, strict=True):
                 evaluate(model, table, report=one, **named)  # type: ignore[arg-type]
-        sides = aligned(folders, [str(model) for model in models])
-        found, lists = _compared(sides, [str(model) for model in models], folders)
+        names = [str(model) for model in models]
+        sides, failed = aligned(folders, names)
+        found, lists = _compared(sides, names, folders)
+        found = replace(found, report=folder, failed=tuple(failed))
         if folder is not None:
-            found = Comparison(**{**_fields(found), "report": folder})
             folder.mkdir(parents=True, exist_ok=True)
-            write_comparison(folder, found.to_json(), lists, [one / FILE for one in folders])
+            write_comparison(folder, found.to_json(), lists, folders[0] / FILE)
     return found
-
-
-def _fields(found: Comparison) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in found.__dataclass_fields__}
 
 
 def _evaluation_of(model: Path) -> Path:
@@ -197,9 +201,9 @@ def _compared(
             )
     pairs, lists = [], []
     for side, name in zip(sides[1:], names[1:], strict=True):
-        pair, listed = _pair(sides[0], side, name)
+        pair, chosen = _pair(sides[0], side, name)
         pairs.append(pair)
-        lists.append({"model": name, **listed})
+        lists.append({"model": name, **chosen})
     if all("p" in pair for pair in pairs):
         for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
             pair |= {"p_holm": corrected} if len(pairs) > 1 else {}
@@ -215,8 +219,9 @@ def _compared(
     return comparison, lists
 
 
-def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Return agreement, rows won and lost with McNemar's exact test; and the first rows of both, by loss."""
+def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return agreement, rows won and lost with McNemar's exact test; and the first rows of both, by loss, with what the
+    other model said."""
     same = _same(first.table["prediction"], other.table["prediction"])
     gained = first.numbers("loss") - other.numbers("loss")
     before, after = first.right, other.right
@@ -227,11 +232,13 @@ def _pair(first: JudgedRows, other: JudgedRows, name: str) -> tuple[dict[str, An
         won, lost = ~before & after, before & ~after
         pair["p"] = mcnemar(int(won.sum()), int(lost.sum()))
     pair |= {"won": int(won.sum()), "lost": int(lost.sum())}
-    lists = {}
+    lists: dict[str, Any] = {"said": {}}
     for word, some, order in (("won", won, -gained), ("lost", lost, gained)):
         chosen = np.flatnonzero(some)
         chosen = chosen[np.argsort(order[chosen], kind="stable")[:LISTED]]
-        lists[word] = [int(place) for place in first.places[chosen]]
+        lists[word] = listed(first, chosen)
+        said = other.table["prediction"].take(pa.array(chosen)).to_pylist()
+        lists["said"] |= dict(zip(lists[word], said, strict=True))
     return pair, lists
 
 
@@ -270,12 +277,12 @@ def _about(folders: Sequence[Path]) -> dict[str, Any]:
     settings = {
         name: [job.get(name) for job in jobs] for name in names if len({str(job.get(name)) for job in jobs}) > 1
     }
-    seconds, curves = list[float](), dict[str, dict[str, list[tuple[int, float]]]]()
-    for run in runs:
+    seconds, curves = dict[Path, float](), dict[str, dict[str, list[tuple[int, float]]]]()
+    for run in dict.fromkeys(runs):
         lines = metrics_log.read_metrics(run / metrics_log.METRICS)
-        seconds.append(round(sum(line.get("seconds", 0.0) for line in lines), 1))
+        seconds[run] = round(sum(line.get("seconds", 0.0) for line in lines), 1)
         for line in lines:
             for name in ("validation_loss", "loss"):
                 if name in line and math.isfinite(line[name]):
                     curves.setdefault(name, {}).setdefault(str(run), []).append((line["step"], line[name]))
-    return {"settings": settings, "seconds": seconds, "curves": curves}
+    return {"settings": settings, "seconds": [seconds[run] for run in runs], "curves": curves}

@@ -19,13 +19,16 @@ import pyarrow.parquet as pq
 
 from torchlake.config.task_spec import as_columns
 from torchlake.errors import DataError, UsageError
-from torchlake.evaluation.sections.rows import stored_name
+from torchlake.evaluation.result import Evaluation
+from torchlake.evaluation.sections.rows import among_all, stored_name
+from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.outputs.staging.spool import spooled
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
+from torchlake.tables.sources._options import read_options
 from torchlake.tables.sources.frames import is_frame, to_arrow
-from torchlake.tables.table import missing_column
+from torchlake.tables.table import missing_column, open_table
 from torchlake.tasks import _contrastive
 
 PREFIX = "predicted_"
@@ -53,6 +56,12 @@ class MeasuredPairs:
     targets: np.ndarray | None
     "(N,) the similarities wanted."
 
+    @property
+    def evaluation(self) -> Evaluation:
+        """The result of `evaluate`."""
+        failed = sum(self.errors.values())
+        return Evaluation(rows=self.rows, failed=failed, errors=self.errors, metrics=self.metrics, resamples=RESAMPLES)
+
 
 def measure_pairs(
     predict: Predict,
@@ -63,10 +72,11 @@ def measure_pairs(
     text_pair: Any,
     label: str | None,
     read: Mapping[str, Any],
+    slices: Sequence[str] = (),
     keep: Sequence[str] | None = None,
     key: str | None = None,
 ) -> MeasuredPairs:
-    """Measure the pairs of a table; with `keep`, of a report, these columns and the key are kept.
+    """Measure the pairs of a table; with `keep`, of a report, these columns, the slices and the key are kept.
 
     Scores each text of a stored table into `folder`. Raises UsageError without `text_pair`, DataError for a table
     without a usable row or with labels that are not numbers, and the errors of `predict`.
@@ -77,7 +87,7 @@ def measure_pairs(
             "Embeddings are measured on pairs of texts that belong together: name the column of the second text with "
             "text_pair (--text-pair)."
         )
-    wanted = list(dict.fromkeys([*([] if label is None else [label]), *(keep or ())]))
+    wanted = list(dict.fromkeys([*([] if label is None else [label]), *slices, *(keep or ())]))
     if is_frame(table) and keep is None:
         frame = to_arrow(table)
         for name in (*as_columns(text), *as_columns(text_pair), *wanted):
@@ -89,6 +99,8 @@ def measure_pairs(
     else:
         scored = []
         with spooled(table, folder / "first") as stored:
+            if slices:
+                refuse_slices(open_table(stored, columns=slices, options=read_options(read)).schema, slices)
             for place, column in (("first", text), ("second", text_pair)):
                 predict(stored, folder / place, text=column, columns=wanted, key=key, **read)
                 tables = [pq.read_table(file) for file in committed_files(folder / place)]
@@ -126,16 +138,13 @@ def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredP
     )
 
 
-def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None, no_texts: bool = False) -> pa.Table:
+def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str | None) -> pa.Table:
     """Return the rows of rows.parquet: `score` is the cosine. Without a label `rank` is that of the second text among
-    all, `prediction` the nearest one, with `no_texts` its key; with a label, `prediction` is the straight line through
-    the cosines.
+    all, `prediction` the nearest one, its key if the texts are left out (`second` None); with a label, `prediction` is
+    the straight line through the cosines.
     """
     cosines = _contrastive.cosines(found.vectors).astype(np.float64)
-    place = np.full(found.rows, -1, dtype=np.int64)
-    place[found.usable] = np.arange(len(cosines))
-    places = pa.array(place, mask=place < 0)
-    rank: pa.Array = pa.nulls(found.rows, pa.int64())
+    usable, rank = pa.array(found.usable), pa.nulls(found.rows, pa.int64())
     if found.targets is not None:
         from scipy.stats import linregress
 
@@ -145,16 +154,16 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str, label: str | None,
         loss, right = np.abs(found.targets - said.to_numpy()), pa.nulls(found.rows, pa.bool_())
     else:
         ranks, nearest = _contrastive.ranks(found.vectors)
-        texts = found.scored[key if no_texts else second].filter(pa.array(found.usable)).combine_chunks()
-        said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), pa.array(ranks).take(places)
-        right = pa.array(ranks == 1).take(places)
+        texts = found.scored[second or key].filter(usable).combine_chunks()
+        said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), among_all(ranks, usable)
+        right = among_all(ranks == 1, usable)
     fixed = {
         key: found.scored[key],
         "label": found.scored[label].cast(pa.float64()) if label else pa.nulls(found.rows, pa.float64()),
-        "prediction": said.take(places),
-        "score": pa.array(cosines).take(places),
+        "prediction": among_all(said, usable),
+        "score": among_all(cosines, usable),
         "probability": pa.nulls(found.rows, pa.float64()),
-        "loss": pa.array(loss).take(places),
+        "loss": among_all(loss, usable),
         "right": right,
         "tokens": pa.nulls(found.rows, pa.int32()),
         "truncated": found.scored["truncated"],

@@ -8,7 +8,8 @@ Nothing is computed by the model again. Tasks whose answers are one number, or o
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import TorchlakeError
 from torchlake.evaluation.report import FACTS, publish
-from torchlake.evaluation.sections.classes import confusion_of
 from torchlake.evaluation.sections.hints import KINDS, hints_of
-from torchlake.evaluation.sections.judged import read_judged
-from torchlake.evaluation.sections.rows import FILE, RowColumns, kind_of, write_rows
+from torchlake.evaluation.sections.judged import JudgedRows, read_judged
+from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, judged_parts, kind_of, write_rows
 from torchlake.evaluation.sections.sums import drawn, groups_of
+from torchlake.metrics import confusion_counts
 from torchlake.runs import folder as run_folder
 from torchlake.storage.spread import Spread
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
-from torchlake.tables.table import open_table
+from torchlake.tables.table import Table, open_table
 from torchlake.tasks import ColumnOptions
 
 log = logging.getLogger(__name__)
@@ -80,28 +81,26 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     folder = run / PAGE
     folder.mkdir(exist_ok=True)
     atomic_io.remove([folder / FACTS])
-    scored = _scored(run, job, spec, stored, name, spread)
-    columns = RowColumns(
-        key=job.data.key,
-        label=spec.label,
-        prefix=PREFIX,
-        inputs=tuple(name for name in spec.input_columns if name != job.data.key),
-    )
+    table, options = run_folder.stored_tables(job)[name], run_folder.read_options_of(job, name)
+    source = open_table(table, columns=spec.columns, options=options, spread=spread)
+    inputs = [column for column in spec.input_columns if not is_content(source.schema.field(column).type)]
+    columns = RowColumns(key=job.data.key, label=spec.label, prefix=PREFIX, inputs=inputs)
+    wanted = dict.fromkeys([*([job.data.key] if job.data.key else []), spec.label, *inputs])
+    scored = _scored(run, job, spec, stored, name, lambda places: _rows_at(source, tuple(wanted), places, spread))
     kind, by = kind_of(spec), None
     if kind in KINDS:
         by, hints = hints_of(scored, scored[spec.label], spec, kind, PREFIX)
-        columns = RowColumns(**{**columns.__dict__, "hints": hints})
-    write_rows(folder / FILE, iter([scored]), columns, spec)
+        columns = replace(columns, hints=hints)
+    write_rows(folder / FILE, judged_parts([scored], columns, spec))
     judged = read_judged(folder / FILE, kind, spec.labels)
     found = {
         "rows": len(scored),
         "failed": 0,
         "errors": {},
         "metrics": _metrics(judged, result["metrics"]),
-        "confusion": confusion_of(judged).tolist() if kind == "classes" else None,
+        "confusion": _confusion(judged) if kind == "classes" else None,
         "labels": list(spec.labels),
     }
-    table = run_folder.stored_tables(job)[name]
     made: dict[str, Any] = {
         "model": str(run / "model"),
         "task": spec.task,
@@ -112,7 +111,12 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     publish(folder, found, kind=kind, identity={"run": str(run)}, made=made, hints=by)
 
 
-def _metrics(judged: Any, values: Mapping[str, float]) -> dict[str, Any]:
+def _confusion(judged: JudgedRows) -> list[list[int]] | None:
+    answers = (judged.codes("label"), judged.codes("prediction"))
+    return None if (found := confusion_counts(*answers, len(judged.labels))) is None else found.tolist()
+
+
+def _metrics(judged: JudgedRows, values: Mapping[str, float]) -> dict[str, Any]:
     """Return the validation's metrics, with intervals where they are sums over rows."""
     found = {}
     intervals = {
@@ -126,7 +130,14 @@ def _metrics(judged: Any, values: Mapping[str, float]) -> dict[str, Any]:
     return {name: one for name, one in found.items() if name != "loss" or len(found) == 1}
 
 
-def _scored(run: Path, job: Job, spec: TaskSpec, stored: pa.Table, name: str, spread: Spread) -> pa.Table:
+def _scored(
+    run: Path,
+    job: Job,
+    spec: TaskSpec,
+    stored: pa.Table,
+    name: str,
+    rows_at: Callable[[np.ndarray], Iterator[pa.Table]],
+) -> pa.Table:
     """Return the validation rows as `predict` writes them, with their inputs and labels."""
     prepared = pa.concat_tables(
         pq.read_table(file, columns=["row_id", "length", "cut", "error"])
@@ -139,8 +150,7 @@ def _scored(run: Path, job: Job, spec: TaskSpec, stored: pa.Table, name: str, sp
     matrix = np.asarray(answers.flatten().to_numpy()).reshape(len(stored), answers.type.list_size)
     task = plugins.load("tasks", spec.task)
     predicted = task.output_columns(matrix, None, spec, ColumnOptions(all_probabilities=True))
-    wanted = (*([job.data.key] if job.data.key else ()), spec.label, *spec.input_columns)
-    source = pa.concat_tables(_rows_at(run, job, places, tuple(dict.fromkeys(wanted)), name, spread))
+    source = pa.concat_tables(rows_at(places))
     columns = {column: source[column] for column in source.column_names}
     return pa.table(
         {
@@ -154,12 +164,8 @@ def _scored(run: Path, job: Job, spec: TaskSpec, stored: pa.Table, name: str, sp
     )
 
 
-def _rows_at(
-    run: Path, job: Job, places: np.ndarray, columns: tuple[str, ...], name: str, spread: Spread
-) -> Iterator[pa.Table]:
-    """Yield the rows at ascending places of a table of the job."""
-    table, options = run_folder.stored_tables(job)[name], run_folder.read_options_of(job, name)
-    source = open_table(table, columns=columns, options=options, spread=spread)
+def _rows_at(source: Table, columns: tuple[str, ...], places: np.ndarray, spread: Spread) -> Iterator[pa.Table]:
+    """Yield the rows at ascending places of a table."""
     plan = plan_chunks(source, columns=columns, hashed=False, spread=spread)
     reader, first = ChunkReader(columns), 0
     try:

@@ -28,8 +28,8 @@ from torchlake.data.bins import Bins, one_per_block, sequences_of
 from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
-from torchlake.metrics import Metric, loss_metrics
-from torchlake.models.folders import model_folder
+from torchlake.evaluation.result import Evaluation
+from torchlake.metrics import bootstrapped
 from torchlake.models.load import load_tokenizer
 from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
@@ -59,33 +59,20 @@ class LossSettings:
     "The folder of the token cache."
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextLoss:
-    """The measured loss."""
-
-    rows: int
-    errors: dict[str, int]
-    "The number of rows that were left out, for each reason."
-    tokens: int
-    "Tokens that were predicted."
-    metrics: dict[str, Metric]
-    resamples: int
-
-
 def measure_texts(
-    model: str | Path,
+    folder: Path,
     table: Any,
     spec: TaskSpec,
     *,
     engine: Engine | None,
     runtime: Runtime | None,
     options: ReadOptions,
-) -> TextLoss:
-    """Measure the loss of `model` over the texts of a stored table or a frame.
+) -> Evaluation:
+    """Measure the loss of a model over the texts of a stored table or a frame.
 
     Raises DataError if no row is usable, UsageError for an unsuitable runtime, and the errors of `prepare`.
     """
-    folder, engine = model_folder(model), engine or Local()
+    engine = engine or Local()
     choice = requested(folder, spec.task, runtime or REFERENCE)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as scratch:
         prepared, cache = Path(scratch, "tokens"), Path(scratch, "cache")
@@ -98,11 +85,17 @@ def measure_texts(
         losses, targets = _losses(settings, engine)
         errors = errors_of(committed_files(prepared))
     derived = plugins.load("tasks", spec.task).loss_metrics
-    return TextLoss(
+
+    def estimate(blocks: np.ndarray) -> dict[str, float]:
+        loss = float(losses[blocks].sum() / targets[blocks].sum())
+        return {"loss": loss, **derived(loss)}
+
+    return Evaluation(
         rows=record["rows"],
+        failed=sum(errors.values()),
         errors=errors,
         tokens=int(targets.sum()),
-        metrics=loss_metrics(losses, targets, derived, resamples=RESAMPLES),
+        metrics=bootstrapped(estimate, len(losses), resamples=RESAMPLES),
         resamples=RESAMPLES,
     )
 

@@ -23,7 +23,8 @@ from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.perplexity import errors_of
-from torchlake.metrics import Metric, bootstrapped
+from torchlake.evaluation.result import Evaluation
+from torchlake.metrics import bootstrapped
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
@@ -66,8 +67,8 @@ def measure_preferences(
     reference: str | Path | None,
     engine: Engine | None,
     options: ReadOptions,
-) -> tuple[int, dict[str, int], dict[str, Metric]]:
-    """Return the rows of a table of pairs, the failed ones by reason, and the metrics of the others.
+) -> Evaluation:
+    """Measure the pairs of answers of a table.
 
     `reference`: a model folder or a name, in place of the one that the model learned with. Raises UsageError if it is
     not known, DataError if it has changed or has another tokenizer, or if no row is usable.
@@ -94,7 +95,8 @@ def measure_preferences(
     both = rewards(sums[0], targets, spec).astype(np.float64)
     margins = both[:, 0] - both[:, 1]
     metrics = bootstrapped(lambda some: reward_metrics(margins[some]), len(margins), resamples=RESAMPLES)
-    return record["rows"], errors, metrics
+    failed = sum(errors.values())
+    return Evaluation(rows=record["rows"], failed=failed, errors=errors, metrics=metrics, resamples=RESAMPLES)
 
 
 def _reference(model: Path, spec: TaskSpec, given: str | Path | None) -> Path:

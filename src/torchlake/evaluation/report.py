@@ -5,6 +5,7 @@ folder is complete, the scored rows are a table of `predict` in `.evaluating`, s
 is missing. The folder belongs to one model and table.
 """
 
+import json
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
+from torchlake.config.options import EvaluateOptions
 from torchlake.display import plain
+from torchlake.engines import Engine
 from torchlake.errors import FingerprintError, OutputError, UsageError
 from torchlake.evaluation.sections.facts import sections_of
 from torchlake.evaluation.sections.judged import read_judged
@@ -31,6 +34,12 @@ FACTS, PAGE, STAGING = "eval.json", "eval.html", ".evaluating"
 LEASE_S = 60.0
 OF_REPORT = ("key", "slices", "no_texts", "label_hints", "overwrite")
 "Arguments of `evaluate` that need a report."
+PYTHON_ONLY = {"task", "n", "seed_by", "logprobs", "json_schema", "json_columns", "regex", "choices", "grammar"}
+"Arguments that the command lacks."
+PLAIN_PAIRS = ("csv", "inputs")
+"Pairs of texts; the values of others are YAML."
+ESCAPED = ("prompt", "system", "stop")
+"Texts in which the command line reads \\n as a line break."
 LIBRARIES = ("torchlake", "torch", "transformers", "numpy", "pyarrow", "scikit-learn", "scipy")
 
 
@@ -53,25 +62,51 @@ class ReportRequest:
                 raise UsageError(f"{', '.join(alone)}: for a report; name its folder with report (--report FOLDER).")
             return None
         slices = given.get("slices") or ()
-        slices = (slices,) if isinstance(slices, str) else tuple(slices)
+        slices = (slices,) if isinstance(slices, str) else tuple(dict.fromkeys(slices))
         own = {name: given[name] for name in OF_REPORT if name != "slices" and given.get(name) is not None}
         return cls(folder=output_path(given["report"]), slices=slices, **own)
 
 
-def as_command(request: ReportRequest, model: str | Path, table: Any) -> str:
-    """Return the command that makes this report again."""
-    first, *others = table if isinstance(table, list) else [table]
-    words = ["torchlake", "evaluate", str(model), first, *(word for one in others for word in ("--input", one))]
-    words += ["--report", str(request.folder), *([] if request.key is None else ["--key", request.key])]
-    words += [word for name in request.slices for word in ("--slice", name)]
-    flags = {"--no-texts": request.no_texts, "--label-hints": request.label_hints}
-    return shlex.join([*words, *(flag for flag, given in flags.items() if given)])
+def as_command(asked: Mapping[str, Any]) -> str | None:
+    """Return the command that makes this report again, from all arguments of `evaluate`; None if one of them, such as
+    a table in memory, has no form there."""
+    tables = asked["table"] if _several(asked["table"]) else [asked["table"]]
+    words = ["torchlake", "evaluate", _word(asked["model"]), _word(tables[0])]
+    given = {"input": tables[1:], **{name: value for name, value in asked.items() if name not in ("model", "table")}}
+    if isinstance(engine := given.get("engine"), Engine):
+        name = type(engine).__name__.lower()
+        known = name in plugins.names("engines")
+        given |= {"engine": name if known else None, "processes": engine.processes if known else None}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    if PYTHON_ONLY & given.keys():
+        return None
+    hints = get_type_hints(EvaluateOptions, include_extras=True)
+    for name, value in given.items():
+        kind = hints.get(name)
+        flag = (get_args(kind)[1].flag if get_origin(kind) is Annotated else None) or f"--{name.replace('_', '-')}"
+        if isinstance(value, Mapping):
+            pairs = [(key, one) for key, some in value.items() for one in (some if _several(some) else [some])]
+            shown = [f"{key}={one if name in PLAIN_PAIRS else json.dumps(one)}" for key, one in pairs]
+        else:
+            shown = [_word(one, escaped=name in ESCAPED) for one in (value if _several(value) else [value])]
+        if value is True:
+            words.append(flag)
+            continue
+        for one in shown:
+            words += [f"{flag}={one}"] if one is not None and one.startswith("-") else [flag, one]
+    return None if None in words else shlex.join(word for word in words if word is not None)
 
 
-def refuse_row_options(request: ReportRequest, task: str) -> None:
-    """Raise UsageError for options about rows, if the task is not measured row by row."""
-    if given := [name for name in OF_REPORT if name not in ("no_texts", "overwrite") and getattr(request, name)]:
-        raise UsageError(f"{', '.join(given)}: {task} is not measured row by row, so its report has no rows.")
+def _several(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _word(value: Any, *, escaped: bool = False) -> str | None:
+    """Return a value as the command line reads it; None if it has no form there."""
+    text = str(value) if isinstance(value, str | int | float | Path) else None
+    if text is None or not escaped:
+        return text
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
 
 
 def provenance_of(scored: Path) -> dict[str, Any]:

@@ -25,40 +25,17 @@ NOT_WORDS = re.compile(r"[^\w\s]|_")
 
 
 def measure(metric: str, written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return one of `METRICS` over texts and what was expected of each."""
-    return METRICS[metric](written, expected)
-
-
-def exact_match(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return the share of equal texts."""
-    return float(np.mean([text.strip() == wanted.strip() for text, wanted in zip(written, expected, strict=True)]))
-
-
-def token_f1(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return the mean F1 of words; two texts without words are equal."""
-    return float(np.mean([_f1(_words(text), _words(wanted)) for text, wanted in zip(written, expected, strict=True)]))
-
-
-def json_valid(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return the share of texts that a strict parser of JSON accepts."""
-    return float(np.mean([_is_json(text) for text in written]))
-
-
-def rouge_l(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return the mean F1 of the longest common sequences of words."""
-    return float(np.mean([_rouge(text, wanted) for text, wanted in zip(written, expected, strict=True)]))
-
-
-def chrf(written: Sequence[str], expected: Sequence[str]) -> float:
-    """Return chrF2 over all texts, 0 to 100: the F score of the mean precision and the mean recall of the orders."""
-    return _chrf(sum(map(_chrf_counts, written, expected), start=np.zeros((CHRF_ORDER, 3))))
+    """Return chrF over texts and what was expected of each, or the mean of one of the metrics `OF_EACH`."""
+    if metric == "chrf":
+        return _chrf(sum(map(_chrf_counts, written, expected), start=np.zeros((CHRF_ORDER, 3))))
+    return float(np.mean([OF_EACH[metric](*pair) for pair in zip(written, expected, strict=True)]))
 
 
 def estimator(written: Sequence[str], expected: Sequence[str]) -> Callable[[np.ndarray], dict[str, float]]:
     """Return the function from row numbers (N,) to all metrics that apply; each text is read once."""
     pairs = list(zip(written, expected, strict=True))
     each = {
-        name: np.array([METRICS[name]([text], [wanted]) for text, wanted in pairs])
+        name: np.array([OF_EACH[name](*pair) for pair in pairs], np.float64)
         for name in ("exact_match", "token_f1", "rouge_l")
     }
     counts = np.array([_chrf_counts(*pair) for pair in pairs])
@@ -123,20 +100,12 @@ def _chrf(counts: np.ndarray) -> float:
     return float(100 * (1 + CHRF_BETA**2) * precision * recall / (CHRF_BETA**2 * precision + recall))
 
 
-METRICS: Mapping[str, Callable[[Sequence[str], Sequence[str]], float]] = {
-    "exact_match": exact_match,
-    "token_f1": token_f1,
-    "chrf": chrf,
-    "rouge_l": rouge_l,
-    "json_valid": json_valid,
-}
-
-
 def _words(text: str) -> list[str]:
     return NOT_WORDS.sub(" ", text.lower()).split()
 
 
-def _f1(mine: list[str], theirs: list[str]) -> float:
+def _token_f1(text: str, wanted: str) -> float:
+    mine, theirs = _words(text), _words(wanted)
     common = (Counter(mine) & Counter(theirs)).total()
     return 2 * common / (len(mine) + len(theirs)) if mine or theirs else 1.0
 
@@ -168,3 +137,12 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+OF_EACH: Mapping[str, Callable[[str, str], float]] = {
+    "exact_match": lambda text, wanted: text.strip() == wanted.strip(),
+    "token_f1": _token_f1,
+    "rouge_l": _rouge,
+    "json_valid": lambda text, _: _is_json(text),
+}
+"Metrics of a text and what was expected of it; two texts without words are equal."

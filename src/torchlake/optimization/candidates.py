@@ -1,7 +1,7 @@
 """Tries the candidates of `optimize` one after another: refusal, export, measurement, verdict.
 
 A candidate is a runtime with a number of threads per process, at its best batch size. `measure.py` runs it in separate
-processes; `evaluation/agreement.py` compares its predictions with the reference. Cost: a candidate that is clearly
+processes; `agreement.py` compares its predictions with the reference. Cost: a candidate that is clearly
 slower on a share of the rows is not measured on all of them.
 """
 
@@ -20,9 +20,9 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.errors import TorchlakeError
-from torchlake.evaluation.agreement import compare, outside
 from torchlake.models import exports
 from torchlake.optimization import measure as trials
+from torchlake.optimization.agreement import compare, outside
 from torchlake.optimization.measure import Measured, RuntimeTrial, Stopped
 from torchlake.optimization.sample import Sample
 from torchlake.optimization.texts import (

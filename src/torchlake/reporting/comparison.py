@@ -1,6 +1,6 @@
 """The page of a comparison, compare.html: differences, tests, rows won and lost; of runs, settings and curves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -8,41 +8,24 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
-from torchlake.reporting.evaluation import Rows, cards_of, shown_rows
-from torchlake.reporting.page import PageFrame, Section, duration, render_page
+from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, duration, render_page, shortened, shown_rows
+from torchlake.tables.failures import format_reasons
 
 
-def write_comparison(
-    folder: Path, facts: Mapping[str, Any], lists: Sequence[Mapping[str, Any]], files: Sequence[Path]
-) -> None:
-    """Write compare.html and compare.json. `lists` has the numbers of rows in the first of the files of rows."""
+def write_comparison(folder: Path, facts: Mapping[str, Any], lists: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write compare.html and compare.json.
+
+    `lists` has for each further model the numbers of the rows that it won and lost, in the first model's `file` of
+    rows, and what it `said` of them.
+    """
     wanted = [place for one in lists for word in ("won", "lost") for place in one[word]]
-    rows = shown_rows(files[0], wanted)
-    ids = {place: next(iter(row.values())) for place, row in rows.items()}
-    others = [_predictions(file, ids) for file in files[1:]]
     facts = redacted({**facts, "written": datetime.now(UTC).isoformat(timespec="seconds")})
-    page = render_comparison(facts, rows, lists, others)
+    page = render_comparison(facts, shown_rows(file, wanted), lists)
     atomic_io.write_bytes(folder / "compare.html", page.encode(), site="comparison.page")
     atomic_io.write_json(folder / "compare.json", facts, site="comparison.facts")
 
 
-def _predictions(file: Path, ids: Mapping[int, Any]) -> dict[int, Any]:
-    """Return another model's predictions of some rows, by their numbers in the first file."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file) as stored:
-        name = stored.schema_arrow.names[0]
-        wanted, found = {str(key): place for place, key in ids.items()}, {}
-        for batch in stored.iter_batches(columns=[name, "prediction"]):
-            for at, key in enumerate(batch[name].cast("string").to_pylist()):
-                if key in wanted:
-                    found[wanted[key]] = batch["prediction"][at].as_py()
-    return found
-
-
-def render_comparison(
-    facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]], others: Sequence[Mapping[int, Any]]
-) -> str:
+def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]]) -> str:
     """Return the page."""
     about = facts["about"]
     differences = [
@@ -54,21 +37,23 @@ def render_comparison(
     sections: list[Section] = [
         ("full", "Differences from the first model", "grid", differences),
         ("full", "Rows", "parts", _pairs(facts["pairs"])),
+        ("full", "Rows that are left out", "parts", _left_out(facts["failed"])),
         ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
         *([("full", "Curves", "figures", _curves(about["curves"]))] if about.get("curves") else []),
         *(
-            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], said))
-            for one, said in zip(lists, others, strict=True)
+            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], one["said"]))
+            for one in lists
             for word in ("won", "lost")
         ),
     ]
     has_rows = any(one[word] for one in lists for word in ("won", "lost"))
     if has_rows:
         sections.insert(
-            3 + bool(about.get("curves")), ("full", "Find rows", "filter", "Show only rows with these words:")
+            4 + bool(about.get("curves")), ("full", "Find rows", "filter", "Show only rows with these words:")
         )
     spent = zip(facts["models"], about.get("seconds", []), strict=False)
-    seconds = [(f"in steps: {Path(model).name}", duration(some)) for model, some in spent]
+    names = distinct_names(facts["models"])
+    seconds = [(f"in steps: {names[model]}", duration(some)) for model, some in spent]
     frame = PageFrame(
         title="Comparison of models",
         subtitle=f"first: {facts['models'][0]}; compared with it: {', '.join(facts['models'][1:])}",
@@ -101,6 +86,26 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
     ]
 
 
+def _left_out(failed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    table = [
+        {"model": one["model"], "rows": one["rows"], "because of": ", ".join(format_reasons(one["errors"]))}
+        for one in failed
+    ]
+    rows = [{"row": row["key"], "model": one["model"], "error": row["error"]} for one in failed for row in one["list"]]
+    details = {"title": "The first rows", "form": "grid", "content": rows}
+    return [("grid", table), ("details", details)] if table else []
+
+
+def distinct_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return the ends of paths by which they differ."""
+    every = list(dict.fromkeys(paths))
+    for depth in range(1, max(len(Path(one).parts) for one in every)):
+        names = {one: "/".join(Path(one).parts[-depth:]) for one in every}
+        if len({*names.values()}) == len(every):
+            return names
+    return dict(zip(every, every, strict=True))
+
+
 def _settings(models: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [{"setting": name, **dict(zip(models, values, strict=True))} for name, values in settings.items()]
 
@@ -108,9 +113,10 @@ def _settings(models: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> l
 def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | None]:
     drawn = []
     for name, series in curves.items():
-        ends = "; ".join(f"{Path(run).name} ends at {points[-1][1]:.4g}" for run, points in series.items())
+        names = distinct_names(series)
+        named = {names[run]: points for run, points in series.items()}
+        ends = "; ".join(f"{run} ends at {points[-1][1]:.4g}" for run, points in named.items())
         title = name.replace("_", " ").capitalize()
-        named = {Path(run).name: points for run, points in series.items()}
         drawn.append(figures.picture(title, ends, figures.lines(named, x="step", y="", smooth=True)))
     return drawn
 
@@ -118,5 +124,5 @@ def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | No
 def _cards(kind: str, rows: Rows, places: Sequence[int], said: Mapping[int, Any]) -> list[dict[str, Any]]:
     shown = cards_of(kind, rows, places)
     for card, place in zip(shown, places, strict=True):
-        card["facts"].append(("this model's prediction", str(said.get(place)), ""))
+        card["facts"].append(("this model's prediction", shortened(str(said.get(place))), ""))
     return shown

@@ -4,16 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from torchlake import atomic_io
 from torchlake.reporting import figures
-from torchlake.reporting.page import PageFrame, Section, given, render_page
+from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, given, render_page, shown_rows
 
-CHARACTERS = 600
-"Of a cell on the page; of longer ones the beginning, or the part around a span or an answer."
+SCORES = 200
+"Classes whose scores are shown."
 CELLS = 10
 "Confusions that are listed; the others are folded."
 LISTED = (("worst", "The worst rows"), ("surest_wrong", "The surest wrong rows"), ("least_sure", "The least sure rows"))
@@ -26,7 +22,6 @@ LOSSES = {
     "texts": "loss: 1 - F1 of words",
     "vectors": "loss: the rank of the second text (prediction: the nearest one), or the difference from the similarity",
 }
-Rows = Mapping[int, Mapping[str, Any]]
 
 
 def write_page(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -91,21 +86,6 @@ def _places(found: Mapping[str, Any]) -> list[int]:
     return [place for places in [*lists, found.get("hints", {}).get("list", [])] for place in places]
 
 
-def shown_rows(path: Path, places: Iterable[int]) -> Rows:
-    """Return some rows of rows.parquet by number, without those columns that the page does not show."""
-    wanted, found, first = np.unique(np.array(list(places), dtype=np.int64)), dict[int, Any](), 0
-    with pq.ParquetFile(path) as file:
-        names = [name for name in file.schema_arrow.names if name != "probabilities"]
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            inside = wanted[(wanted >= first) & (wanted < first + rows)]
-            if len(inside):
-                some = file.read_row_group(group, columns=names).take(pa.array(inside - first))
-                found |= dict(zip(inside.tolist(), some.to_pylist(), strict=True))
-            first += rows
-    return found
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
@@ -127,24 +107,25 @@ def _metrics(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [("grid", table), ("lines", lines), ("grid", reasons)]
 
 
-def _scores(entries: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
+def _scores(entries: Sequence[Mapping[str, Any]], what: str) -> list[tuple[str, Any]]:
     rows = []
-    for entry in entries:
+    for entry in entries[:SCORES]:
         row = {what: entry["label"], "rows": entry["rows"], "predicted": entry["predicted"]}
         row |= {"partial": entry["partial"]} if "partial" in entry else {}
         for score in ("precision", "recall", "f1"):
             value, low, high = entry[score]
             row[score] = f"{value:.3f} ({low:.3f} to {high:.3f})"
         rows.append(row)
-    return rows
+    more = [f"The {SCORES} with the lowest F1 of {len(entries):,}; eval.json has all."] if len(entries) > SCORES else []
+    return [("lines", more), ("grid", rows)] if rows else []
 
 
 def _of_classes(facts: Mapping[str, Any], rows: Rows) -> Iterable[Section]:
     """Yield scores and confusions of classes, labels, entity types and answers."""
     found = facts["sections"]
-    yield "full", "Per class", "grid", _scores(found.get("classes", []), "class")
-    yield "full", "Per label", "grid", _scores(found.get("labels", []), "label")
-    yield "full", "Per entity type", "grid", _scores(found.get("entities", {}).get("types", []), "type")
+    yield "full", "Per class", "parts", _scores(found.get("classes", []), "class")
+    yield "full", "Per label", "parts", _scores(found.get("labels", []), "label")
+    yield "full", "Per entity type", "parts", _scores(found.get("entities", {}).get("types", []), "type")
     answers = [
         {"questions": one["kind"], "rows": one["rows"], "exact": _number(one["mean"])}
         | {"95 % interval": _range(one["low"], one["high"]), "mean f1": _number(one["f1"])}
@@ -296,60 +277,3 @@ def _histograms(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
             table = [{name: f"{start:.4g} to {stop:.4g}", "rows": rows} for start, stop, rows in bins]
             tables.append(_folded(f"The numbers of {name}", "grid", table))
     return [("figures", drawn), *tables] if drawn or tables else []
-
-
-def cards_of(kind: str, rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the facts and the texts of some rows, in the form that the page shows."""
-    return [_card(kind, rows[place]) for place in places]
-
-
-def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts and the texts of a row; spans and answers are marked in the text."""
-    columns = list(row)
-    shown = [(columns[0], str(row[columns[0]]), "")]
-    for name in ("label", "prediction", "suggested", "probability", "score", "loss", "tokens", "truncated"):
-        value = row.get(name)
-        left_out = (name == "truncated" and value is False) or (name == "suggested" and value == row["label"])
-        if value is not None and not left_out:
-            wrong = name == "prediction" and row.get("right") is False
-            shown.append((name, _value(value), "bad" if wrong else ""))
-    after = columns[columns.index("error") + 1 :] if "error" in columns else []
-    hidden = ("label_quality", "label_issue", "suggested")
-    texts = [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
-    return {"facts": shown, "texts": texts}
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return str(value.get("text") or value.get("label") or "no answer")
-    if isinstance(value, list):
-        if value and isinstance(value[0], Mapping):
-            return ", ".join(f"{one['label']} {one['start']}-{one['end']}" for one in value)
-        return ", ".join(map(str, value)) or "no label"
-    return _short(str(value))
-
-
-def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bool]]:
-    """Return a cell in pieces, each marked or not."""
-    text = value if isinstance(value, str) else str(value)
-    places: list[tuple[int, int]] = []
-    if kind == "spans" and isinstance(value, str):
-        places = sorted({(one["start"], one["end"]) for name in ("label", "prediction") for one in row[name] or []})
-    elif kind == "answers" and isinstance(row.get("prediction"), str) and row["prediction"]:
-        start = text.find(row["prediction"])
-        places = [(start, start + len(row["prediction"]))] if start >= 0 else []
-    if not places:
-        return [(_short(text), False)]
-    first = max(0, places[0][0] - CHARACTERS // 2)
-    pieces, at = [("... " if first else "", False)], first
-    for start, stop in places:
-        if start >= at and stop <= first + CHARACTERS:
-            pieces += [(text[at:start], False), (text[start:stop], True)]
-            at = stop
-    return [*pieces, (text[at : first + CHARACTERS] + ("..." if len(text) > first + CHARACTERS else ""), False)]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text):,} characters)"

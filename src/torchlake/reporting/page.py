@@ -6,17 +6,25 @@ filter box of an evaluation's page has a script. The template escapes every text
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from torchlake.reporting import figures
 
 Section = tuple[str, str, str, Any]
 "A class of CSS, the title, the macro that draws the content, and the content; without content it is left out."
+CHARACTERS = 600
+"Of a cell on the page; of longer ones the beginning, or the part around a span or an answer."
+Rows = Mapping[int, Mapping[str, Any]]
+"Rows of rows.parquet by number."
 FILTER = """const box=document.getElementById("filter"),cards=[...document.querySelectorAll("[data-row]")];
 box.addEventListener("input",()=>{const words=box.value.toLowerCase().split(/\\s+/);let n=0;for(const card of cards){
 const text=card.textContent.toLowerCase();n+=!(card.hidden=!words.every(word=>text.includes(word)))}
@@ -100,3 +108,82 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+# Cards: the rows that a page shows, each with its facts and texts.
+
+
+def shown_rows(path: Path, places: Iterable[int]) -> Rows:
+    """Return some rows of rows.parquet by number, without those columns that the page does not show."""
+    wanted, found, first = np.unique(np.array(list(places), dtype=np.int64)), dict[int, Any](), 0
+    with pq.ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if name != "probabilities"]
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            inside = wanted[(wanted >= first) & (wanted < first + rows)]
+            if len(inside):
+                some = file.read_row_group(group, columns=names).take(pa.array(inside - first))
+                found |= dict(zip(inside.tolist(), some.to_pylist(), strict=True))
+            first += rows
+    return found
+
+
+def cards_of(kind: str, rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the facts and the texts of some rows, in the form that the page shows."""
+    return [_card(kind, rows[place]) for place in places]
+
+
+def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts and the texts of a row; spans and answers are marked in the text."""
+    columns = list(row)
+    shown = [(columns[0], str(row[columns[0]]), "")]
+    for name in ("label", "prediction", "suggested", "probability", "score", "loss", "tokens", "truncated"):
+        value = row.get(name)
+        left_out = kind == "texts" and name in ("label", "prediction")
+        left_out |= (name == "truncated" and value is False) or (name == "suggested" and value == row["label"])
+        if value is not None and not left_out:
+            wrong = name == "prediction" and row.get("right") is False
+            shown.append((name, _value(value), "bad" if wrong else ""))
+    after = columns[columns.index("error") + 1 :] if "error" in columns else []
+    hidden = ("label_quality", "label_issue", "suggested")
+    written = [("expected", row["label"]), ("written", row["prediction"])] if kind == "texts" else []
+    texts = [(name, [(shortened(text), False)]) for name, text in written]
+    texts += [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
+    return {"facts": shown, "texts": texts}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return str(value.get("text") or value.get("label") or "no answer")
+    if isinstance(value, list):
+        if value and isinstance(value[0], Mapping):
+            return ", ".join(f"{one['label']} {one['start']}-{one['end']}" for one in value)
+        return ", ".join(map(str, value)) or "no label"
+    return shortened(str(value))
+
+
+def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bool]]:
+    """Return a cell in pieces, each marked or not."""
+    text = value if isinstance(value, str) else str(value)
+    places: list[tuple[int, int]] = []
+    if kind == "spans" and isinstance(value, str):
+        places = sorted({(one["start"], one["end"]) for name in ("label", "prediction") for one in row[name] or []})
+    elif kind == "answers" and isinstance(row.get("prediction"), str) and row["prediction"]:
+        start = text.find(row["prediction"])
+        places = [(start, start + len(row["prediction"]))] if start >= 0 else []
+    if not places:
+        return [(shortened(text), False)]
+    first = max(0, places[0][0] - CHARACTERS // 2)
+    pieces, at = [("... " if first else "", False)], first
+    for start, stop in places:
+        if start >= at and stop <= first + CHARACTERS:
+            pieces += [(text[at:start], False), (text[start:stop], True)]
+            at = stop
+    return [*pieces, (text[at : first + CHARACTERS] + ("..." if len(text) > first + CHARACTERS else ""), False)]
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long text."""
+    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text):,} characters)"

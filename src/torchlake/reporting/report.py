@@ -91,6 +91,7 @@ def collect(folder: Path) -> dict[str, Any]:
     checkpoints = _checkpoints(job.train.checkpoint_folder, folder)
     best = next((entry["best"] for entry in reversed(checkpoints) if entry["best"]), None)
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    prepared = atomic_io.read_json(folder / summary.FILE) if (folder / summary.FILE).is_file() else {}
     found = doctor().facts
     installed = {name: value for name, value in found["optional"].items() if not value.startswith("missing")}
     facts: dict[str, Any] = plain(
@@ -102,8 +103,8 @@ def collect(folder: Path) -> dict[str, Any]:
             "metric": result.get("metric"),
             "metrics": best["metrics"] if best else result.get("metrics", {}),
             "best_step": best["step"] if best else None,
-            "data": {**_data(steps), **_summary(folder)},
-            "findings": _findings(folder),
+            "data": {**_data(steps), **({"summary": summary.summary_lines(prepared)} if prepared else {})},
+            "findings": prepared.get("findings", []),
             "job": job.model_dump(mode="json"),
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
@@ -150,19 +151,6 @@ def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
         "tokens_per_row": round(tokens / rows, 1) if rows else None,
         "padding_percent": round(100 * (1 - tokens / padded), 1) if padded else None,
     }
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """Return the data summary; nothing before the table is prepared."""
-    path = folder / summary.FILE
-    return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
-
-
-def _findings(folder: Path) -> list[dict[str, Any]]:
-    """Return what the data checks found; nothing before the table is prepared."""
-    path = folder / summary.FILE
-    found: list[dict[str, Any]] = atomic_io.read_json(path).get("findings", []) if path.is_file() else []
-    return found
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:

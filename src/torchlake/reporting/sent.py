@@ -9,7 +9,7 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
-from torchlake.reporting.evaluation import shown_rows
+from torchlake.reporting.page import shown_rows
 
 
 @dataclass(frozen=True)

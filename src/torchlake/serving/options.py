@@ -40,7 +40,9 @@ class ServeOptions:
     row_timeout: Annotated[
         float,
         _serving(
-            "SECONDS", "Time of reading or of a batch after which its rows are errors, and the process ends with 70.", min=0.001
+            "SECONDS",
+            "Time of reading or of a batch after which its rows are errors, and the process ends with 70.",
+            min=0.001,
         ),
     ] = 600.0
     read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive.", min=0.001)] = 10.0

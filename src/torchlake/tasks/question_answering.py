@@ -233,20 +233,22 @@ class QuestionAnswering(WindowedTask):
         scores = pa.array(answers[:, SCORE], pa.float32())
         return pa.table([pa.array(said, pa.string()), *places, scores], schema=ANSWER)
 
-    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
-        """Return SQuAD's exact match and F1 of words, each with the best of a row's answers."""
+    def judge(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, np.ndarray]:
+        """Return SQuAD's exact match and F1 of words of each row (N,), each with the best of its answers."""
         try:
             from torchmetrics.functional.text import squad
         except ImportError:
             raise MissingExtra(f"SQuAD's metrics need 'torchmetrics': {pip_install('torchlake[answers]')}") from None
-        given: list[Any] = [
-            {"id": str(row), "prediction_text": answer or ""} for row, answer in enumerate(scored["answer"].to_pylist())
-        ]
-        true: list[Any] = []
-        for row, label in enumerate(labels.to_pylist()):
+        rows = []
+        for answer, label in zip(scored["answer"].to_pylist(), labels.to_pylist(), strict=True):
             texts = [text for text, _ in _answers_of(label)] or [""]
-            true.append({"id": str(row), "answers": {"text": texts, "answer_start": [0] * len(texts)}})
-        return {name: float(value) / 100 for name, value in squad(given, true).items()}
+            true: Any = {"id": "", "answers": {"text": texts, "answer_start": [0] * len(texts)}}
+            rows.append(squad({"id": "", "prediction_text": answer or ""}, true))
+        return {name: np.array([float(row[name]) / 100 for row in rows]) for name in ("exact_match", "f1")}
+
+    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
+        """Return the means of `judge`."""
+        return {name: float(each.mean()) for name, each in self.judge(scored, labels, spec).items()}
 
 
 def _check_type(kind: pa.DataType) -> None:

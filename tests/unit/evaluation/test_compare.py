@@ -11,11 +11,13 @@ from scipy.stats import bootstrap
 from sklearn.metrics import f1_score
 
 import judged_rows as made
+from html_page import Page
 from torchlake.cli.main import main
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.compare import compare, holm, mcnemar
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.sums import drawn, groups_of
+from torchlake.reporting.comparison import distinct_names
 
 LABELS = ("ant", "bee", "cat")
 
@@ -78,6 +80,30 @@ def test_rows_are_matched_by_key(truth: np.ndarray, tmp_path: Path) -> None:
     made.evaluated(tmp_path / "two", scored, made.classes_spec(LABELS))
     found = compare(one, tmp_path / "two")
     assert (found.rows, found.pairs[0]["won"], found.pairs[0]["agreement"]) == (500, 0, 1.0)
+
+
+def test_rows_that_failed_in_one_model_are_left_out_and_listed(
+    truth: np.ndarray, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    one = evaluation(tmp_path / "one", truth, chances)
+    errors = pa.array(["null_input" if row % 50 == 7 else None for row in range(500)], pa.string())
+    two = evaluation(tmp_path / "two", truth, chances, error=errors)
+    for sides in ((one, two), (two, one)):
+        found = compare(*sides, report=tmp_path / "compared")
+        assert (found.rows, found.left_out, found.pairs[0]["agreement"]) == (490, 10, 1.0)
+        (failed,) = found.failed
+        assert (failed["model"], failed["rows"], failed["errors"]) == (str(two), 10, {"null_input": 10})
+        assert [row["key"] for row in failed["list"]][:2] == ["7", "57"]
+        assert "null_input 10" in Page((tmp_path / "compared" / "compare.html").read_text()).text
+    assert main(["compare", str(one), str(two)]) == 0
+    assert "10 rows left out (null_input 10)" in capfd.readouterr().out
+
+
+def test_names_are_the_ends_by_which_paths_differ() -> None:
+    assert distinct_names(["a/run", "b/run"]) == {"a/run": "a/run", "b/run": "b/run"}
+    assert distinct_names(["x/y/one", "x/y/two", "x/y/one"]) == {"x/y/one": "one", "x/y/two": "two"}
+    assert distinct_names(["one", "x/one"]) == {"one": "one", "x/one": "x/one"}
 
 
 def test_different_rows_are_refused(truth: np.ndarray, tmp_path: Path) -> None:

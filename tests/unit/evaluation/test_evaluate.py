@@ -13,7 +13,8 @@ import torch
 
 import tiny
 from torchlake.errors import DataError, TableError
-from torchlake.evaluation.evaluate import Evaluation, evaluate
+from torchlake.evaluation.evaluate import evaluate
+from torchlake.evaluation.result import Evaluation
 from torchlake.metrics import evaluate_metrics
 from torchlake.models import load
 from torchlake.scoring.predict import predict

@@ -1,18 +1,29 @@
 """`evaluate(report=)`: the folder that it writes, with a model; once, whole, and for one model and table."""
 
 import json
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 
 import tiny
+import torchlake as tl
 import training_runs as runs
-from torchlake.errors import DataError, FingerprintError, OutputError, UsageError
+from torchlake.cli.app import app
+from torchlake.cli.options import as_given
+from torchlake.config.options import EvaluateOptions, types_of
+from torchlake.engines.local import Local
+from torchlake.errors import DataError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.evaluation.compare import compare
-from torchlake.evaluation.evaluate import Evaluation, evaluate
+from torchlake.evaluation.evaluate import evaluate
+from torchlake.evaluation.report import PYTHON_ONLY, as_command
+from torchlake.evaluation.result import Evaluation
 from torchlake.training.train import train
 
 FILES = ["eval.html", "eval.json", "rows.parquet"]
@@ -116,3 +127,123 @@ def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: 
     assert set(facts["sections"]["worst"][:2]) == {3, 4}
     assert facts["sections"]["retrieval"][0]["recall"] == 0.9
     assert sorted(path.name for path in folder.iterdir()) == FILES
+    evaluate(model, tmp_path / "pairs.parquet", report=tmp_path / "plain", no_texts=True, **arguments)
+    plain = pq.read_table(tmp_path / "plain" / "rows.parquet")
+    assert plain["prediction"].to_pylist()[3:5] == [4, 3]  # the key of the nearest one, not its text
+    stored = (tmp_path / "plain" / "rows.parquet").read_bytes() + (tmp_path / "plain" / "eval.html").read_bytes()
+    assert {"a", "b"} & {*plain.column_names} == set()
+    assert not any(text.encode() in stored for text in texts)
+
+
+def test_a_report_without_rows_keeps_none_of_another_model(
+    tiny_gpt2: Path, written: tuple[Evaluation, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "eval"
+    shutil.copytree(written[1], folder)
+    table = pa.table({"text": ["a good film", "a bad film"]})
+    with pytest.raises(FingerprintError, match="another model"):
+        evaluate(tiny_gpt2, table, report=folder, engine=Refusing())
+    found = evaluate(tiny_gpt2, table, report=folder, overwrite=True, engine=tiny.Here())
+    assert sorted(path.name for path in folder.iterdir()) == ["eval.html", "eval.json"]
+    assert json.loads((folder / "eval.json").read_text())["files"] == {}
+    assert found.tokens
+    with pytest.raises(UsageError, match="key: text_generation is not measured row by row"):
+        evaluate(tiny_gpt2, table, report=tmp_path / "other", key="id", engine=Refusing())
+    assert not (tmp_path / "other").exists()
+
+
+def test_written_texts_have_rows_the_worst_first_and_by_length(tiny_gpt2: Path, tmp_path: Path) -> None:
+    titles = ["a film", "so bad", "a " * 9, None, "very " * 12, "dull"]
+    table = pa.table({"id": range(6), "title": titles, "tags": [["x"], ["x", "y"], [], ["y"], ["y"], None]})
+    options: dict[str, Any] = {"prompt": "{title}!", "max_new_tokens": 5, "engine": tiny.Here()}
+    texts = tl.predict(tiny_gpt2, table.select(["title"]), max_error_rate=1.0, **options)["generated_text"].to_pylist()
+    answers = [texts[0], "x", texts[2], "y", "z", ""]
+    pq.write_table(table.append_column("answer", pa.array(answers)), tmp_path / "t.parquet")
+    folder = tmp_path / "eval"
+    more: dict[str, Any] = {"label": "answer", "report": folder, "key": "id", "slices": ["tags"], **options}
+    found = tl.evaluate(tiny_gpt2, tmp_path / "t.parquet", **more)
+    assert (found.rows, found.errors, found.report) == (6, {"null_input": 1}, folder)
+    rows = pq.read_table(folder / "rows.parquet")
+    measured = rows.filter(rows["loss"].is_valid())
+    assert measured["id"].to_pylist() == [0, 1, 2, 4, 5]
+    assert np.mean(measured["right"].to_pylist()) == found.metrics["exact_match"].value
+    assert 1 - np.mean(measured["loss"].to_pylist()) == pytest.approx(found.metrics["token_f1"].value)
+    assert rows["prediction"].to_pylist() == [text if row != 3 else None for row, text in enumerate(texts)]
+    assert (rows["title"].to_pylist(), rows["tokens"].null_count) == (titles, 1)
+    facts = json.loads((folder / "eval.json").read_text())
+    assert facts["kind"] == "texts"
+    assert not {0, 2} & set(facts["sections"]["worst"])
+    assert {one["slice"] for one in facts["sections"]["slices"]["slices"]} == {"tags", "length"}
+    assert "expected" in (folder / "eval.html").read_text()
+    same = compare(folder, folder)
+    assert {one.metric: one.difference for one in same.differences} == {"exact_match": 0, "token_f1": 0}
+    with pytest.raises(UsageError, match="label_hints"):
+        tl.evaluate(tiny_gpt2, tmp_path / "t.parquet", label_hints=True, **more)
+
+
+def test_slices_are_refused_before_the_work(tiny_model: Path, table: Path, tmp_path: Path) -> None:
+    rows = pq.read_table(table)
+    pq.write_table(rows.append_column("s", pa.array([{"x": 1}] * len(rows))), tmp_path / "t.parquet")
+    for name, error, words in (("s", UsageError, "holds struct<x"), ("lang", TableError, "no column 'lang'")):
+        with pytest.raises(error, match=words):
+            evaluate(tiny_model, tmp_path / "t.parquet", report=tmp_path / "eval", slices=[name], engine=Refusing())
+        assert not (tmp_path / "eval").exists()
+
+
+class Refusing(tiny.Here):
+    """An engine that does not score."""
+
+    def run_chunks(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError("the work has begun")
+
+
+VALUES: dict[str, Any] = {
+    "text": ["a title", "body"],
+    "text_pair": "b",
+    "inputs": {"image": "photo", "both": ["x", "y"]},
+    "label": "it's",
+    "runtime": "eager",
+    "reference": "base model",
+    "csv": {"delimiter": ";"},
+    "prompt": "One\nTwo: {a}\\",
+    "system": "Be\tbrief",
+    "stop": ["\n", "-END-"],
+    "stop_token_ids": [3, 4],
+    "template_options": {"thinking": False, "style": "true"},
+    "examples": "shots.csv",
+    "tools": "tools.json",
+    "chat_template": "t.jinja",
+    "where": "stars >= 3 and lang = 'en'",
+    "slices": ["a b", "c"],
+    "presence_penalty": -0.5,
+}
+
+
+def test_the_command_makes_the_report_again_with_every_option() -> None:
+    command = typer.main.get_command(app).commands["evaluate"]  # type: ignore[attr-defined]
+    taken = {one.name for one in command.params} - {"model", "table", "json", "quiet", "verbose", "set"}
+    assert EvaluateOptions.__annotations__.keys() - taken == PYTHON_ONLY - {"task"}
+    hints = get_type_hints(EvaluateOptions)
+
+    def value_of(name: str) -> Any:
+        kinds = types_of(hints.get(name, str))
+        return VALUES.get(
+            name, True if bool in kinds else 2 if int in kinds else 0.5 if float in kinds else f"my {name}"
+        )
+
+    names = taken - {"input", "engine", "processes"}
+    asked = {"model": "my model", "table": ["a b.parquet", "c.parquet"], **{name: value_of(name) for name in names}}
+    words = shlex.split(as_command({**asked, "engine": Local(3)}) or "")
+    assert words[:2] == ["torchlake", "evaluate"]
+    parsed = command.make_context("evaluate", words[2:]).params
+    given = as_given({name: value for name, value in parsed.items() if name not in ("model", "table")})
+    assert (parsed["model"], given.tables(parsed["table"])) == ("my model", ["a b.parquet", "c.parquet"])
+    assert given.options == {name: asked[name] for name in names}
+    assert (given["engine"], given["processes"]) == ("local", 3)
+
+
+def test_what_has_no_form_on_the_command_line_has_no_command() -> None:
+    asked = {"model": "m", "table": "t.parquet", "report": Path("eval")}
+    assert as_command(asked) == "torchlake evaluate m t.parquet --report eval"
+    for more in ({"table": pa.table({})}, {"choices": ["a"]}, {"task": "x"}, {"examples": [{"prompt": "a"}]}):
+        assert as_command({**asked, **more}) is None

@@ -2,6 +2,7 @@
 lists."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy.stats import binomtest
-from sklearn.metrics import f1_score, precision_recall_curve, precision_recall_fscore_support
+from sklearn.metrics import (
+    accuracy_score,
+    f1_score,
+    log_loss,
+    precision_recall_curve,
+    precision_recall_fscore_support,
+    recall_score,
+)
 
 import judged_rows as made
 import tiny
 from torchlake.errors import UsageError
+from torchlake.evaluation.labeled import measured
+from torchlake.evaluation.sections.classes import confusion, per_class
 from torchlake.evaluation.sections.hints import refuse_trained
+from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.evaluation.sections.slices import refuse_slices
+from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import evaluate_metrics
 
 LABELS = ("ant", "bee", "cat")
@@ -168,6 +181,66 @@ def test_numbers(tmp_path: Path) -> None:
     assert dict(map(tuple, found["residuals"]["widths"]))[0.9] == pytest.approx(np.quantile(away, 0.9))
     assert found["baseline"]["metrics"]["rmse"] == pytest.approx(truth.std(), rel=1e-6)
     assert "calibration" not in found
+
+
+def test_a_row_is_in_the_slice_of_each_item_of_a_list(tmp_path: Path) -> None:
+    chances, truth = data(200, accuracy=1.0)
+    wrong = np.arange(200) % 10 == 0
+    chances[wrong] = np.roll(chances[wrong], 1, axis=1)
+    tags = [["old", "red"] if bad else ["red"] if row % 3 else None for row, bad in enumerate(wrong)]
+    scored = made.scored_classes(chances, truth, LABELS, tags=pa.array(tags))
+    found = made.evaluated(tmp_path, scored, made.classes_spec(LABELS), slices=["tags"])["sections"]["slices"]
+    by_value = {one["value"]: one for one in found["slices"] if one["slice"] == "tags"}
+    assert {name: one["rows"] for name, one in by_value.items()} == {
+        "old": 20,
+        "red": sum("red" in (some or []) for some in tags),
+        "null": tags.count(None),
+    }
+    assert (found["slices"][0]["value"], by_value["old"]["mean"]) == ("old", 0)
+
+
+def test_columns_that_name_no_slices_are_refused() -> None:
+    kinds = {"a": pa.list_(pa.string()), "b": pa.dictionary(pa.int32(), pa.string()), "c": pa.date32()}
+    refuse_slices(pa.schema(kinds), list(kinds))
+    for kind in (pa.struct({"x": pa.int32()}), pa.list_(pa.struct({"x": pa.int32()})), pa.binary()):
+        with pytest.raises(UsageError, match=r"slices: the column 'a' holds .*each item of a list"):
+            refuse_slices(pa.schema({"a": kind}), ["a"])
+
+
+def test_many_classes_have_the_numbers_of_scikit_learn_and_no_matrix(tmp_path: Path) -> None:
+    classes, rows = 1200, 2000
+    labels = tuple(f"c{at}" for at in range(classes))
+    truth = np.random.default_rng(1).integers(0, classes, rows)
+    chances = made.chances_of(truth, classes, accuracy=0.6).astype(np.float32)
+    said, names = chances.argmax(axis=1), pa.array(labels)
+    scored = made.scored_classes(chances, truth, labels).rename_columns(
+        {"p_label": "predicted_label"}
+        | {"p_score": "predicted_score"}
+        | {f"p_prob_{one}": f"predicted_prob_{one}" for one in labels}
+    )
+    known = pa.table({"label": scored["label"], "unreadable": pa.nulls(rows, pa.string())})
+    spec = made.classes_spec(labels)
+    found = measured([scored.slice(0, 700), scored.slice(700)], known, spec)
+    assert found.confusion is None
+    expected = {
+        "accuracy": accuracy_score(truth, said),
+        "balanced_accuracy": recall_score(truth, said, labels=np.unique(truth), average="macro"),
+        "macro_f1": f1_score(truth, said, average="macro", zero_division=0),
+        "log_loss": log_loss(truth, chances.astype(np.float64), labels=range(classes)),
+    }
+    assert {name: found.metrics[name].value for name in expected} == pytest.approx(expected)
+    table = pa.table({"label": names.take(pa.array(truth)), "prediction": names.take(pa.array(said))})
+    judged = JudgedRows(tmp_path, "classes", labels, table.append_column("loss", pa.array(np.zeros(rows))), truth)
+    tracemalloc.start()
+    scores, pairs, (values, _) = per_class(judged), confusion(judged), drawn(next(groups_of([judged])))["macro_f1"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 60e6  # a matrix of numbers by row and class has 19 MB, one of 1,000 resamples 10 MB
+    assert values[0] == pytest.approx(expected["macro_f1"])
+    wanted = precision_recall_fscore_support(truth, said, labels=range(classes), zero_division=0)
+    assert {one["label"]: one["f1"][0] for one in scores} == pytest.approx(dict(zip(labels, wanted[2], strict=True)))
+    assert len(pairs["pairs"]) == 20
+    assert pairs["counts"] is None
 
 
 def test_nothing_planted_is_no_alarm_at_the_rate_of_the_intervals(tmp_path: Path) -> None:

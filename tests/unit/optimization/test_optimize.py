@@ -20,7 +20,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.cli.main import main
 from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
-from torchlake.evaluation.agreement import CLOSE, compare, outside
+from torchlake.optimization.agreement import CLOSE, compare, outside
 from torchlake.optimization.measure import Stopped, run_guarded
 from torchlake.optimization.sample import draw_sample
 from torchlake.processes.hardware import cores

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import judged_rows as made
 import tiny
 from html_page import Page
+from torchlake.evaluation.labeled import measured
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.spans import entities
 from torchlake.reporting import page as frame
@@ -78,6 +81,9 @@ def test_one_row_and_many_classes(tmp_path: Path) -> None:
     assert len(many) < 2_000_000
     assert '<table class="matrix">' not in many
     assert many.count("predicted as") == 20
+    most = evaluated(tmp_path / "most", 1000, 250)
+    assert "The 200 with the lowest F1 of 250; eval.json has all." in most
+    assert len(json.loads((tmp_path / "most" / "eval.json").read_text())["sections"]["classes"]) == 250
 
 
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
@@ -137,26 +143,33 @@ def test_answers_by_answerable_or_not(tmp_path: Path) -> None:
     labels = [
         {"text": ["Rome"], "answer_start": [11]},
         {"text": ["the cat"], "answer_start": [0]},
+        {"text": ["a black cat"], "answer_start": [0]},
         {"text": [], "answer_start": []},
     ]
     scored = pa.table(
         {
-            "id": range(3),
+            "id": range(4),
             "label": pa.array(labels, answer),
-            "p_answer": ["Rome", "cat", None],
-            "p_score": pa.array([0.9, 0.5, 0.8], pa.float32()),
-            "truncated": [False] * 3,
-            "error": pa.nulls(3, pa.string()),
-            "context": ["Anna is in Rome", "the cat sat", "nothing"],
+            "p_answer": ["Rome", "cat", "cat", None],
+            "p_score": pa.array([0.9, 0.5, 0.4, 0.8], pa.float32()),
+            "truncated": [False] * 4,
+            "error": pa.nulls(4, pa.string()),
+            "context": ["Anna is in Rome", "the cat sat", "a black cat", "nothing"],
         }
     )
     spec = replace(tiny.SPEC, task="question_answering", problem="answers", labels=(), options={"no_answer": True})
     found = made.evaluated(tmp_path, scored, spec, texts=["context"])["sections"]
     by_kind = {one["kind"]: one for one in found["answerable"]}
-    assert by_kind["with an answer"]["mean"] == 0.5
-    assert by_kind["with an answer"]["f1"] == pytest.approx((1 + 2 / 3) / 2)
+    assert by_kind["with an answer"]["mean"] == pytest.approx(2 / 3)  # without articles, as SQuAD compares
+    assert by_kind["with an answer"]["f1"] == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert by_kind["without an answer"]["mean"] == 1.0
     assert "<mark>cat</mark>" in (tmp_path / "eval.html").read_text()
+    known = pa.table({"label": scored["label"], "unreadable": pa.nulls(4, pa.string())})
+    named = {f"p_{name}": f"predicted_{name}" for name in ("answer", "score")}
+    whole = measured([scored.rename_columns(named)], known, spec).metrics
+    rows = pq.read_table(tmp_path / "rows.parquet")
+    assert whole["exact_match"].value == np.mean(rows["right"].to_pylist())
+    assert whole["f1"].value == pytest.approx(1 - np.mean(rows["loss"].to_pylist()))
 
 
 @pytest.mark.slow

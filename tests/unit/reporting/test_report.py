@@ -233,6 +233,14 @@ def test_a_picture_is_small_follows_the_style_and_says_what_is_seen() -> None:
     assert (figures.png(figures.lines(points, x="step", y="")) or b"").startswith(b"\x89PNG")
 
 
+def test_ticks_of_a_small_range_differ() -> None:
+    draw = figures.lines({"loss": [(1, 0.00012), (2, 0.00047)]}, x="step", y="")
+    drawn = figures.picture("Loss", "", draw)
+    assert drawn is not None
+    ticks = [one for one in re.findall(r"<text[^>]*>\s*([^<]*?)\s*</text>", drawn["svg"]) if one.startswith("0.0")]
+    assert len({*ticks}) == len(ticks) > 3
+
+
 def test_without_matplotlib_the_page_says_how_to_get_pictures(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
     page = Page(report(finished).read_text())

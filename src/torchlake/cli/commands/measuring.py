@@ -86,6 +86,7 @@ def compare(
     if metric is None and by is not None:
         raise UsageError("--by is for --fail-if-worse: name a metric.")
     from torchlake.evaluation.compare import compare
+    from torchlake.tables.failures import format_reasons
 
     done = compare(*models, **options)
     worse = [] if metric is None else done.worse(metric, by or 0.0)
@@ -107,6 +108,10 @@ def compare(
             f"{pair['model']}: {pair['agreement']:.1%} same predictions, {pair['won']:,} rows won, {pair['lost']:,} "
             f"lost{test}"
         )
+    lines += [
+        f"{one['model']}: {one['rows']:,} rows left out ({', '.join(format_reasons(one['errors']))})"
+        for one in done.failed
+    ]
     lines += [f"worse: {one.metric} of {one.model} by {abs(one.difference):.4f}" for one in worse]
     page = None if done.report is None else done.report / "compare.html"
     values = {**done.to_json(), "page": page, "worse": [one.model for one in worse]}

@@ -1,4 +1,4 @@
-"""The rows of several evaluations in one order. Different rows, or labels, are refused."""
+"""The rows of several evaluations in one order. Different rows, or labels, are refused; failed rows are left out."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,63 +14,76 @@ from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.judged import JudgedRows
 from torchlake.evaluation.sections.rows import FILE
+from torchlake.tables.failures import count_reasons
+
+LISTED = 50
 
 
-def aligned(folders: Sequence[Path], names: Sequence[str]) -> list[JudgedRows]:
-    """Return the rows of all evaluations in the order of the first. Raises DataError if they are not the same."""
+def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedRows], list[dict[str, Any]]]:
+    """Return the rows that all evaluations measured, in the order of the first, and those that a model failed on.
+
+    Of the latter, for each such model: `model`, `rows`, `errors` by reason, and the first ones' keys and errors.
+    Raises DataError if the evaluations have other rows.
+    """
     facts = [atomic_io.read_json(folder / FACTS) for folder in folders]
     for one, name in zip(facts, names, strict=True):
         if FILE not in one["files"]:
             raise UsageError(f"{name}: its evaluation has no rows; {one['made']['task']} is not compared row by row.")
     tables = [_read(folder / FILE) for folder in folders]
     first, ids = tables[0], tables[0].column_names[0]
-    sides = []
-    for at, (one, table) in enumerate(zip(facts, tables, strict=True)):
-        _refuse_other_rows(facts[0], one, first, table, (names[0], names[at]))
-        if not table[ids].equals(first[ids]):
-            table = table.take(pc.index_in(first[ids].combine_chunks(), table[ids].combine_chunks()))
-        labels = tuple(one["labels"])
-        places = np.arange(len(table))
-        sides.append(JudgedRows(folders[at], one["kind"], labels, table, places))
-    usable = np.ones(len(first), dtype=bool)
-    for side in sides:
-        usable &= side.table["loss"].is_valid().to_numpy()
-    kept = pa.array(usable)
-    places = np.flatnonzero(usable)
-    return [JudgedRows(one.path, one.kind, one.labels, one.table.filter(kept), places) for one in sides]
+    usable, failed = np.ones(len(first), dtype=bool), list[dict[str, Any]]()
+    for at in range(len(tables)):
+        _refuse_other_rows(facts[0], facts[at], first, tables[at], (names[0], names[at]))
+        if not tables[at][ids].equals(first[ids]):
+            tables[at] = tables[at].take(_places(first[ids], tables[at][ids]))
+        measured = tables[at]["loss"].is_valid()
+        usable &= measured.to_numpy()
+        if rows := len(lost := tables[at].filter(pc.invert(measured))):
+            errors = dict(count_reasons(lost["error"].drop_null()).most_common())
+            some = lost.slice(0, LISTED)
+            pairs = zip(some[ids].to_pylist(), some["error"].to_pylist(), strict=True)
+            listed = [{"key": str(key), "error": error} for key, error in pairs]
+            failed.append({"model": names[at], "rows": rows, "errors": errors, "list": listed})
+    places, kept = np.flatnonzero(usable), pa.array(usable)
+    sides = [
+        JudgedRows(folder, one["kind"], tuple(one["labels"]), table.filter(kept), places)
+        for folder, one, table in zip(folders, facts, tables, strict=True)
+    ]
+    return sides, failed
 
 
 def _read(file: Path) -> pa.Table:
     with pq.ParquetFile(file, page_checksum_verification=True) as rows:
-        fixed = ("label", "prediction", "score", "loss", "right", "probabilities")
-        names = [rows.schema_arrow.names[0], *(name for name in fixed if name in rows.schema_arrow.names)]
-        return rows.read(columns=names)
+        names = ("label", "prediction", "score", "loss", "right", "error")
+        return rows.read(columns=[rows.schema_arrow.names[0], *names])
+
+
+def _places(ids: pa.ChunkedArray, others: pa.ChunkedArray) -> pa.Array:
+    """Return where the rows are among the others, null if they are not there."""
+    mine, theirs = ids.combine_chunks(), others.combine_chunks()
+    if mine.type != theirs.type:
+        mine, theirs = mine.cast(pa.string()), theirs.cast(pa.string())
+    return pc.index_in(mine, theirs)
 
 
 def _refuse_other_rows(
     one: Mapping[str, Any], other: Mapping[str, Any], rows: pa.Table, others: pa.Table, names: tuple[str, str]
 ) -> None:
-    """Raise DataError unless two evaluations have the same rows with the same labels."""
+    """Raise DataError unless two evaluations have the same rows with the same labels, where both have one."""
     where = f"{names[0]} and {names[1]}"
     if (one["kind"], sorted(map(str, one["labels"]))) != (other["kind"], sorted(map(str, other["labels"]))):
         raise DataError(f"{where}: predict different things ({one['kind']} and {other['kind']}, or other classes).")
     ids = rows.column_names[0]
     if ids != others.column_names[0]:
         raise DataError(f"{where}: their rows have different keys, {ids} and {others.column_names[0]}.")
-    mine, theirs = rows[ids].combine_chunks(), others[ids].combine_chunks()
-    if mine.type != theirs.type:
-        mine, theirs = mine.cast(pa.string()), theirs.cast(pa.string())
-    place = pc.index_in(mine, theirs)
+    place = _places(rows[ids], others[ids])
     common = place.is_valid()
-    labels = [_comparable(rows["label"].filter(common)), _comparable(others["label"].take(place.drop_null()))]
-    differ = sum(left != right for left, right in zip(*labels, strict=True)) if labels[0] != labels[1] else 0
-    if len(mine) != len(theirs) or place.null_count or differ:
+    mine, theirs = rows.filter(common), others.take(place.drop_null())
+    both = pc.and_(mine["loss"].is_valid(), theirs["loss"].is_valid())
+    labels = [side["label"].filter(both).to_pylist() for side in (mine, theirs)]
+    differ = sum(str(left) != str(right) for left, right in zip(*labels, strict=True)) if labels[0] != labels[1] else 0
+    if len(rows) != len(others) or place.null_count or differ:
         raise DataError(
-            f"{where}: have different rows: {len(mine):,} and {len(theirs):,} rows, {common.true_count:,} in both; "
+            f"{where}: have different rows: {len(rows):,} and {len(others):,} rows, {common.true_count:,} in both; "
             f"{differ:,} labels differ. Evaluate both on the same table."
         )
-
-
-def _comparable(labels: pa.ChunkedArray) -> Any:
-    """Return labels as something that `==` compares as a whole and by row."""
-    return [str(one) for one in labels.to_pylist()] if pa.types.is_nested(labels.type) else labels.to_pylist()

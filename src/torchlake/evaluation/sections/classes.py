@@ -1,50 +1,60 @@
 """Sections of classes, several labels and numbers, as plain values.
 
-Precision, recall and F1 have intervals by a bootstrap of the confusion matrix, which equals one of the rows.
+Precision, recall and F1 have intervals by a bootstrap of the numbers of rows of a class, which equals one of the rows.
+Nothing grows with rows times classes, and no matrix is larger than that of 20 classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchlake.evaluation.sections.judged import JudgedRows, listed
-from torchlake.metrics import ECE_BINS
+from torchlake.metrics import ECE_BINS, class_scores, confidence_bins, label_scores
+from torchlake.metrics import calibration as calibration_error
 
 CELL_ROWS = 400
 "Rows listed for all cells of the confusion matrix together."
 MATRIX_CLASSES = 20
 RESAMPLES = 1000
+LABELS_AT_ONCE = 256
+"Labels whose resamples are in memory."
+LABELS_MISSED = 1000
 KEPT = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 WANTED = (0.8, 0.9, 0.95, 0.99)
 SAMPLE = 250
 "Points of a picture with one for each row."
 
 
-def confusion_of(rows: JudgedRows) -> np.ndarray:
-    """Return the counts (C, C) by true class, then by predicted class."""
-    classes = len(rows.labels)
-    cells = rows.codes("label") * classes + rows.codes("prediction")
-    return np.bincount(cells, minlength=classes * classes).reshape(classes, classes)
-
-
 def per_class(rows: JudgedRows) -> list[dict[str, Any]]:
     """Return support, precision, recall and F1 of each class with intervals, the lowest F1 first."""
-    counts = confusion_of(rows)
-    cells = np.flatnonzero(counts)
-    share = counts.ravel()[cells] / counts.sum()
-    drawn = np.random.default_rng(0).multinomial(counts.sum(), share, size=RESAMPLES)
-    true, predicted = np.divmod(cells, len(counts))
-    every = np.arange(len(counts))
+    label, said = rows.codes("label"), rows.codes("prediction")
+    counts = [np.bincount(one, minlength=len(rows.labels)) for one in (label, said, label[label == said])]
+    return _drawn_scores(rows, *counts)
 
-    def totals(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        sides = [(drawn @ (side[:, None] == every).astype(np.float32)) for side in (true, predicted)]
-        hits = drawn @ ((true == predicted)[:, None] & (true[:, None] == every)).astype(np.float32)
-        return sides[0], sides[1], hits
 
-    return scores([str(label) for label in rows.labels], totals(counts.ravel()[cells][None]), totals(drawn))
+def _drawn_scores(rows: JudgedRows, true: np.ndarray, said: np.ndarray, right: np.ndarray) -> list[dict[str, Any]]:
+    """Return the scores of each label from the numbers of its true, found and right rows, (C,).
+
+    A row is one of four cases for a label, so the counts of a resample are those of a multinomial.
+    """
+    cells, names = np.stack([right, true - right, said - right], axis=1).astype(np.int64), list(map(str, rows.labels))
+    total, generator, table = len(rows.table), np.random.default_rng(0), list[dict[str, Any]]()
+    cells = np.column_stack([cells, total - cells.sum(axis=1)])
+
+    def totals(counts: np.ndarray) -> list[np.ndarray]:
+        return [counts[..., 0] + counts[..., 1], counts[..., 0] + counts[..., 2], counts[..., 0]]
+
+    for first in range(0, len(names), LABELS_AT_ONCE):
+        some = cells[first : first + LABELS_AT_ONCE]
+        drawn = generator.multinomial(total, some / total, size=(RESAMPLES, len(some)))
+        table += scores(names[first : first + LABELS_AT_ONCE], totals(some[None]), totals(drawn))
+    return sorted(table, key=lowest_first)
+
+
+def lowest_first(entry: dict[str, Any]) -> tuple[float, int]:
+    """Return the order of `scores`: by F1, and of equal ones the label with more rows."""
+    return entry["f1"][0], -entry["rows"]
 
 
 def scores(names: Sequence[str], whole: Sequence[np.ndarray], drawn: Sequence[np.ndarray]) -> list[dict[str, Any]]:
@@ -54,151 +64,138 @@ def scores(names: Sequence[str], whole: Sequence[np.ndarray], drawn: Sequence[np
         pairs = ((right, found), (right, true), (2 * right, true + found))
         return [np.divide(a, b, out=np.zeros(a.shape), where=b > 0) for a, b in pairs]
 
-    values, draws = ratios(*whole), ratios(*drawn)
-    table = []
-    for at, name in enumerate(names):
-        entry: dict[str, Any] = {"label": name, "rows": int(whole[0][0, at]), "predicted": int(whole[1][0, at])}
-        for score, value, some in zip(("precision", "recall", "f1"), values, draws, strict=True):
-            low, high = np.quantile(some[:, at], (0.025, 0.975))
-            entry[score] = [float(value[0, at]), float(min(low, value[0, at])), float(max(high, value[0, at]))]
-        table.append(entry)
-    return sorted(table, key=lambda entry: (entry["f1"][0], -entry["rows"]))
+    table = [
+        {"label": name, "rows": int(true), "predicted": int(found)}
+        for name, true, found in zip(names, whole[0][0], whole[1][0], strict=True)
+    ]
+    for score, values, draws in zip(("precision", "recall", "f1"), ratios(*whole), ratios(*drawn), strict=True):
+        low, high = np.quantile(draws, (0.025, 0.975), axis=0)
+        for entry, value, least, most in zip(table, values[0].tolist(), low.tolist(), high.tolist(), strict=True):
+            entry[score] = [value, min(least, value), max(most, value)]
+    return table
 
 
 def confusion(rows: JudgedRows) -> dict[str, Any]:
     """Return the matrix of at most 20 classes, else the 20 most frequent confusions; each with numbers of rows."""
-    counts, names = confusion_of(rows), [str(label) for label in rows.labels]
-    cells = rows.codes("label") * len(names) + rows.codes("prediction")
-    wrong = np.where(np.eye(len(names), dtype=bool), 0, counts).ravel()
-    most = np.argsort(-wrong, kind="stable")[: MATRIX_CLASSES**2]
-    most = most[wrong[most] > 0][: MATRIX_CLASSES if len(names) > MATRIX_CLASSES else None]
-    each = max(1, min(10, CELL_ROWS // max(1, len(most))))
-    losses = rows.numbers("loss")
-    pairs = []
-    for cell in most.tolist():
-        inside = np.flatnonzero(cells == cell)
+    label, said, names = rows.codes("label"), rows.codes("prediction"), [str(one) for one in rows.labels]
+    classes, wrong = len(names), np.flatnonzero(label != said)
+    few, cells = classes <= MATRIX_CLASSES, label * classes + said
+    counts = np.bincount(cells, minlength=classes**2).reshape(classes, classes).tolist() if few else None
+    found, numbers = np.unique(cells[wrong], return_counts=True)
+    order = np.argsort(-numbers, kind="stable")[: classes**2 if few else MATRIX_CLASSES]
+    pairs = [(*divmod(int(found[at]), classes), int(numbers[at])) for at in order]
+    listing = _listed_pairs(rows, pairs, lambda true, other: wrong[cells[wrong] == true * classes + other])
+    return {"labels": names, "counts": counts, "pairs": listing}
+
+
+def _listed_pairs(
+    rows: JudgedRows, pairs: Sequence[tuple[int, int, int]], places: Callable[[int, int], np.ndarray]
+) -> list[dict[str, Any]]:
+    """Return pairs of labels that are confused in a number of rows, with the worst rows of each."""
+    each, losses = max(1, min(10, CELL_ROWS // max(1, len(pairs)))), rows.numbers("loss")
+    listing = []
+    for true, other, number in pairs:
+        inside = places(true, other)
         worst = inside[np.argsort(-losses[inside], kind="stable")[:each]]
-        true, predicted = divmod(cell, len(names))
-        pairs.append(
-            {"label": names[true], "predicted": names[predicted], "rows": int(wrong[cell]), "list": listed(rows, worst)}
-        )
-    return {"labels": names, "counts": counts.tolist() if len(names) <= MATRIX_CLASSES else None, "pairs": pairs}
+        label, predicted = str(rows.labels[true]), str(rows.labels[other])
+        listing.append({"label": label, "predicted": predicted, "rows": number, "list": listed(rows, worst)})
+    return listing
 
 
 def baseline(rows: JudgedRows) -> dict[str, Any]:
     """Return what always answering the most frequent class, the labels of most rows, or the mean would give."""
     from scipy.stats import entropy
-    from sklearn.metrics import f1_score
 
     if rows.kind == "number":
         truth = rows.numbers("label")
         away = truth - truth.mean()
         scores = {"rmse": float(np.sqrt((away**2).mean())), "mae": float(np.abs(away).mean()), "r2": 0.0}
         return {"answer": f"the mean, {truth.mean():.4g}", "metrics": scores}
+    total = len(rows.table)
     if rows.kind == "labels":
-        truth = positives(rows)
-        often = truth.mean(axis=0) >= 0.5
-        said = np.broadcast_to(often, truth.shape)
-        found = {kind: f1_score(truth, said, average=kind, zero_division=0) for kind in ("micro", "macro")}
+        true = np.asarray(rows.members("label").sum(axis=0))
+        often = true >= total / 2
         names = ", ".join(str(label) for label, yes in zip(rows.labels, often, strict=True) if yes)
-        metrics = {f"{kind}_f1": float(value) for kind, value in found.items()}
-        return {"answer": f"the labels of at least half of the rows: {names or 'no label'}", "metrics": metrics}
-    codes = rows.codes("label")
-    counts = np.bincount(codes, minlength=len(rows.labels))
-    often = int(counts.argmax())
-    scores = {
-        "accuracy": float(counts[often] / counts.sum()),
-        "balanced_accuracy": float(1 / (counts > 0).sum()),
-        "macro_f1": float(f1_score(codes, np.full(len(codes), often), average="macro", zero_division=0)),
-        "log_loss": float(entropy(counts)),
-    }
+        answer = f"the labels of at least half of the rows: {names or 'no label'}"
+        return {"answer": answer, "metrics": label_scores(true, total * often, true * often)}
+    counts = np.bincount(rows.codes("label"), minlength=len(rows.labels))
+    said = np.zeros_like(counts)
+    said[often := int(counts.argmax())] = total
+    scores = {**class_scores(counts, said, np.minimum(counts, said)), "log_loss": float(entropy(counts))}
     return {"answer": f"the most frequent class, {str(rows.labels[often])!r}", "metrics": scores}
 
 
 # Several labels.
 
 
-def positives(rows: JudgedRows) -> np.ndarray:
-    """Return which labels each row has, (N, C) bool."""
-    column = rows.table["label"].combine_chunks()
-    hot = np.zeros((len(column), len(rows.labels)), dtype=bool)
-    members = pc.index_in(pc.list_flatten(column), pa.array(rows.labels, column.type.value_type))
-    hot[pc.list_parent_indices(column).to_numpy(), members.to_numpy()] = True
-    return hot
-
-
-def chances_of(rows: JudgedRows) -> np.ndarray:
-    """Return the probability of each label, (N, C)."""
-    flat = pc.list_flatten(rows.table["probabilities"].combine_chunks()).to_numpy()
-    return np.asarray(flat, dtype=np.float64).reshape(-1, len(rows.labels))
-
-
 def per_label(rows: JudgedRows) -> list[dict[str, Any]]:
     """Return support, precision, recall and F1 of each label with intervals, the lowest F1 first."""
-    truth, said = positives(rows), chances_of(rows) >= 0.5
-    cells = np.stack([(truth & said).sum(0), (truth & ~said).sum(0), (~truth & said).sum(0)], axis=1)
-    cells = np.column_stack([cells, len(truth) - cells.sum(1)])
-    drawn = np.random.default_rng(0).multinomial(len(truth), cells / len(truth), size=(RESAMPLES, len(cells)))
-
-    def totals(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return counts[..., 0] + counts[..., 1], counts[..., 0] + counts[..., 2], counts[..., 0]
-
-    return scores([str(label) for label in rows.labels], totals(cells[None]), totals(drawn))
+    truth, said = rows.members("label"), rows.members("prediction")
+    return _drawn_scores(rows, *(np.asarray(one.sum(axis=0)) for one in (truth, said, truth * said)))
 
 
 def confused_labels(rows: JudgedRows) -> dict[str, Any]:
-    """Return the pairs of a missed label and one that was predicted instead, the most frequent first."""
-    truth, said = positives(rows), chances_of(rows) >= 0.5
-    missed, spurious = truth & ~said, ~truth & said
-    counts = missed.astype(np.float32).T @ spurious.astype(np.float32)
-    names, losses = [str(label) for label in rows.labels], rows.numbers("loss")
-    pairs = []
-    for cell in np.argsort(-counts.ravel(), kind="stable")[:MATRIX_CLASSES].tolist():
-        true, predicted = divmod(cell, len(names))
-        if (number := int(counts[true, predicted])) == 0:
-            break
-        inside = np.flatnonzero(missed[:, true] & spurious[:, predicted])
-        worst = inside[np.argsort(-losses[inside], kind="stable")[:10]]
-        pairs.append({"label": names[true], "predicted": names[predicted], "rows": number, "list": listed(rows, worst)})
-    return {"labels": names, "counts": None, "pairs": pairs}
+    """Return the pairs of a missed label and one that was predicted instead, the most frequent first.
+
+    Of many labels those that are missed most are looked at.
+    """
+    truth, said = rows.members("label"), rows.members("prediction")
+    missed, spurious = (truth - truth * said).tocsc(), (said - truth * said).tocsc()
+    often = np.argsort(-np.asarray(missed.sum(axis=0)), kind="stable")[:LABELS_MISSED]
+    counts = (missed[:, often].T @ spurious).tocoo()
+    order = np.lexsort((counts.col, often[counts.row], -counts.data))[:MATRIX_CLASSES]
+    found = [(int(often[counts.row[at]]), int(counts.col[at]), int(counts.data[at])) for at in order]
+    pairs = [pair for pair in found if pair[2]]
+
+    def places(true: int, other: int) -> np.ndarray:
+        return np.flatnonzero(missed[:, [true]].toarray().ravel() * spurious[:, [other]].toarray().ravel())
+
+    names = [str(label) for label in rows.labels]
+    return {"labels": names, "counts": None, "pairs": _listed_pairs(rows, pairs, places)}
 
 
 # Probabilities.
 
 
-def calibration(rows: JudgedRows) -> dict[str, Any]:
-    """Return bins of confidence with the share that is right, and the expected calibration error over them."""
-    if rows.kind == "labels":
-        confidence, happened = chances_of(rows).ravel(), positives(rows).ravel()
-    else:
+def _chances_and_truth(rows: JudgedRows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield probabilities (n,) of classes and labels, and whether they are right, some at a time."""
+    if rows.kind != "labels":
         right = rows.right
         assert right is not None, "classes are right or wrong"
-        confidence, happened = rows.numbers("score"), right
+        yield rows.numbers("score"), right
+        return
+    truth = rows.members("label")
+    for some, chances in rows.chances():
+        yield chances.ravel().astype(np.float64), truth[some].toarray().ravel()
+
+
+def calibration(rows: JudgedRows) -> dict[str, Any]:
+    """Return bins of confidence with the share that is right, and the expected calibration error over them."""
     edges = np.linspace(0, 1, ECE_BINS + 1)
-    bins = np.digitize(confidence, edges[1:-1], right=True)
-    counts = np.bincount(bins, minlength=ECE_BINS)
-    sums = [np.bincount(bins, values, ECE_BINS) for values in (confidence, happened)]
+    sums = np.sum([confidence_bins(*some) for some in _chances_and_truth(rows)], axis=0)
     table = [
         {
             "from": edges[at],
             "to": edges[at + 1],
-            "rows": counts[at],
-            "confidence": a / counts[at],
-            "right": b / counts[at],
+            "rows": int(count),
+            "confidence": confidence / count,
+            "right": right / count,
         }
-        for at, (a, b) in enumerate(zip(*sums, strict=True))
-        if counts[at]
+        for at, (count, confidence, right) in enumerate(sums.T)
+        if count
     ]
-    return {"bins": table, "ece": float(np.abs(sums[0] - sums[1]).sum() / len(confidence))}
+    return {"bins": table, "ece": calibration_error(*sums)}
 
 
 def threshold(rows: JudgedRows) -> list[dict[str, Any]]:
     """Return for the second of two classes, or each label, precision and recall by threshold, and those wanted."""
     if rows.kind == "labels":
-        truth, chances = positives(rows), chances_of(rows)
+        first = rows.labels[:MATRIX_CLASSES]
+        truth = rows.members("label")[:, : len(first)].toarray() > 0
+        chances = np.concatenate([some[:, : len(first)] for _, some in rows.chances()]).astype(np.float64)
         return [
             _curve(str(label), truth[:, at], chances[:, at])
-            for at, label in enumerate(rows.labels[:MATRIX_CLASSES])
+            for at, label in enumerate(first)
             if 0 < truth[:, at].sum() < len(truth)
         ]
     truth = rows.codes("label") == 1

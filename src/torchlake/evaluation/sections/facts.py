@@ -41,6 +41,6 @@ SECTIONS: Mapping[str, tuple[str, Section]] = {
     "answerable": ("answers", spans.answerable),
     "retrieval": ("vectors", spans.retrieval),
     "cosines": ("vectors", spans.cosines),
-    "coverage": ("classes labels answers spans", classes.coverage),
+    "coverage": ("classes labels answers spans texts", classes.coverage),
 }
 "For each section the kinds of predictions that have it, and its function."

@@ -20,11 +20,12 @@ from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.evaluation.sections.rows import chances_of_rows, targets_of
+from torchlake.evaluation.sections.rows import among_all, targets_of
 from torchlake.labels.encoding import label_array
-from torchlake.tables.arrays import from_numpy
 
 KINDS = ("classes", "labels")
+CLEANLAB_NUMBERS = 50_000_000
+"Probabilities up to which cleanlab judges: it takes several times their memory."
 Columns = Mapping[str, np.ndarray | pa.Array]
 
 
@@ -53,11 +54,7 @@ def hints_of(
     names = [name for name in scored.column_names if name.startswith(prefix)]
     plain = scored.select(names).rename_columns([name.removeprefix(prefix) for name in names])
     how, columns = label_hints(plain.filter(usable), known.filter(usable), spec, kind)
-    mask = usable.to_numpy(zero_copy_only=False)
-    place = np.where(mask, np.cumsum(mask) - 1, -1)
-    places = from_numpy(place, null=place < 0)
-    arrays = {name: one if isinstance(one, pa.Array) else pa.array(one) for name, one in columns.items()}
-    return how, {name: array.take(places) for name, array in arrays.items()}
+    return how, {name: among_all(one, usable) for name, one in columns.items()}
 
 
 def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str) -> tuple[str, dict[str, Any]]:
@@ -65,28 +62,29 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
 
     `predicted` has all probabilities; every row has a label.
     """
-    chances, targets = chances_of_rows(predicted, spec), targets_of(labels, spec)
+    chances, targets = plugins.load("tasks", spec.task).read_answers(predicted, spec), targets_of(labels, spec)
     classes = label_array(spec)
     if kind == "classes":
-        own, suggested = chances[np.arange(len(targets)), targets], classes.take(pa.array(chances.argmax(axis=1)))
-        wrong = chances.argmax(axis=1) != targets
+        said = chances.argmax(axis=1)
+        own, suggested, wrong = chances[np.arange(len(targets)), targets], classes.take(pa.array(said)), said != targets
     else:
         positive = targets.reshape(len(chances), -1) > 0
         own = np.where(positive, chances, 1 - chances).min(axis=1)
         wrong, suggested = ((chances >= 0.5) != positive).any(axis=1), predicted["label"].combine_chunks()
-    if find_spec("cleanlab") is None or len(targets) < 2:
-        return "the probability of the label", {"label_quality": own, "label_issue": wrong, "suggested": suggested}
+    large = chances.size > CLEANLAB_NUMBERS
+    if large or find_spec("cleanlab") is None or len(targets) < 2:
+        how = f"the probability of the label{' (more rows and classes than cleanlab is given)' if large else ''}"
+        own = own.astype(np.float64)
+        return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
+    chances = chances.astype(np.float64)
+    from cleanlab import multilabel_classification, rank
+    from cleanlab.filter import find_label_issues
+
     if kind == "classes":
-        from cleanlab.filter import find_label_issues
-        from cleanlab.rank import get_label_quality_scores
-
-        issue, quality = find_label_issues(targets, chances, n_jobs=1), get_label_quality_scores(targets, chances)
+        issue, quality = find_label_issues(targets, chances, n_jobs=1), rank.get_label_quality_scores(targets, chances)
     else:
-        from cleanlab.filter import find_label_issues
-        from cleanlab.multilabel_classification import get_label_quality_scores
-
         lists = [np.flatnonzero(row).tolist() for row in positive]
         issue = find_label_issues(lists, chances, multi_label=True, n_jobs=1)
-        quality = get_label_quality_scores(lists, chances)
+        quality = multilabel_classification.get_label_quality_scores(lists, chances)
     how = f"confident learning (cleanlab {version('cleanlab')})"
     return how, {"label_quality": quality, "label_issue": issue, "suggested": suggested}

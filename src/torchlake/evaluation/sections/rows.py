@@ -6,11 +6,11 @@
 cross entropy, of a number the absolute difference, of spans the missed and the spurious ones, of answers and texts one
 minus the F1 of words, of pairs of vectors the rank of the second text, or the difference from the wanted similarity.
 Rows without a label or a prediction have an `error` and null in these columns. The rows are those of the scored parts,
-in the table's order; only a batch of them is in memory.
+in the table's order; only a batch of them is in memory, with fewer rows if there are many classes.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,17 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import as_matrix, from_arrow
-from torchlake.evaluation.writing import exact_match, token_f1
+from torchlake.evaluation.writing import OF_EACH
 from torchlake.labels.encoding import label_array
 from torchlake.labels.predictions import THRESHOLD
-from torchlake.tables.arrays import from_numpy
+from torchlake.tables.arrays import from_numpy, string_column
 from torchlake.tasks import ColumnOptions
+from torchlake.tasks._chat import without_fillers
 
 FILE = "rows.parquet"
 BATCH_ROWS = 16_384
+BATCH_NUMBERS = 8_000_000
+"Values of a batch, with a column for each class."
 FIXED = ("label", "prediction", "score", "probability", "loss", "right", "tokens", "truncated", "error")
 "The columns after the key; input columns and slices of these names get the prefix `input_`."
 SMALLEST = 1e-12
@@ -76,22 +79,31 @@ def kind_of(spec: TaskSpec) -> str:
     names = set(task.output_schema(spec, ColumnOptions(all_probabilities=True)).names)
     if hasattr(task, "probability_names") and names >= set(task.probability_names(spec)):
         return {"single_label": "classes", "multi_label": "labels"}.get(spec.problem, "number")
-    known = {"spans": "spans", "answer": "answers", "generated_text": "texts"}
-    return next((kind for name, kind in known.items() if name in names), "other")
+    if hasattr(task, "judge"):
+        return "answers"
+    return next(
+        (kind for name, kind in {"spans": "spans", "generated_text": "texts"}.items() if name in names), "other"
+    )
 
 
-def write_rows(path: Path, parts: Iterator[pa.Table], columns: RowColumns, spec: TaskSpec) -> None:
-    """Write rows.parquet from scored rows, atomically."""
-    building, kind, writer = atomic_io.temporary_path(path), kind_of(spec), None
-    first = 0
+def judged_parts(parts: Iterable[pa.Table], columns: RowColumns, spec: TaskSpec) -> Iterator[pa.Table]:
+    """Yield the rows of rows.parquet for parts of the scored rows."""
+    kind, first = kind_of(spec), 0
+    for part in parts:
+        made = judged(part, columns, spec, kind)
+        for name, values in columns.hints.items():
+            made = made.append_column(name, values.slice(first, len(made)))
+        first += len(made)
+        yield made
+
+
+def write_rows(path: Path, parts: Iterable[pa.Table]) -> None:
+    """Write rows.parquet from its parts, atomically."""
+    building, writer = atomic_io.temporary_path(path), None
     try:
         for part in parts:
-            made = judged(part, columns, spec, kind)
-            for name, values in columns.hints.items():
-                made = made.append_column(name, values.slice(first, len(made)))
-            first += len(made)
-            writer = writer or pq.ParquetWriter(building, made.schema, write_page_checksum=True)
-            writer.write_table(made.cast(writer.schema))
+            writer = writer or pq.ParquetWriter(building, part.schema, write_page_checksum=True)
+            writer.write_table(part.cast(writer.schema), row_group_size=BATCH_ROWS)
         if writer is not None:
             writer.close()
             atomic_io.move_into_place(building, path, site="evaluation.rows")
@@ -99,70 +111,77 @@ def write_rows(path: Path, parts: Iterator[pa.Table], columns: RowColumns, spec:
         atomic_io.remove([building])
 
 
-def write_table(path: Path, rows: pa.Table) -> None:
-    """Write rows.parquet from rows in memory, atomically."""
-    building = atomic_io.temporary_path(path)
-    try:
-        pq.write_table(rows, building, row_group_size=BATCH_ROWS, write_page_checksum=True)
-        atomic_io.move_into_place(building, path, site="evaluation.rows")
-    finally:
-        atomic_io.remove([building])
-
-
-def scored_parts(files: Sequence[Path]) -> Iterator[pa.Table]:
+def scored_parts(files: Sequence[Path], columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of committed parts, some thousands at a time."""
     for file in files:
-        with pq.ParquetFile(file, page_checksum_verification=True) as stored:
-            for batch in stored.iter_batches(BATCH_ROWS):
+        with pq.ParquetFile(file, page_checksum_verification=True, buffer_size=1 << 16) as stored:
+            width = len(columns or stored.schema_arrow.names)
+            rows = min(BATCH_ROWS, max(128, BATCH_NUMBERS // width))
+            for batch in stored.iter_batches(rows, columns=columns):
                 yield pa.Table.from_batches([batch])
+
+
+def encoded_labels(labels: pa.Array, spec: TaskSpec) -> pa.Array:
+    """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
+
+    Raises DataError for labels that the model does not know.
+    """
+    task = plugins.load("tasks", spec.task)
+    if not task.generates:
+        encoded: pa.Array = task.encode_labels(labels, spec)
+        return encoded
+    if not pa.types.is_nested(labels.type):
+        return string_column(pa.chunked_array([labels])).cast(pa.large_string())
+    values = (without_fillers(each) for each in labels.to_pylist())
+    return pa.array([None if each is None else json.dumps(each, default=str) for each in values], pa.large_string())
+
+
+def errors_and_usable(scored: pa.Table, labels: pa.Array, spec: TaskSpec, prefix: str) -> tuple[pa.Array, pa.Array]:
+    """Return why rows failed, and which have a label and a prediction: also texts that do not fit their structure."""
+    missing = encoded_labels(labels, spec).is_null()
+    errors = scored["error"].combine_chunks().cast(pa.string())
+    errors = pc.if_else(pc.and_(missing, errors.is_null()), "null_label", errors)
+    usable = errors.is_null()
+    if plugins.load("tasks", spec.task).generates:
+        written = scored[f"{prefix}generated_text"].combine_chunks().is_valid()
+        usable = pc.or_(usable, pc.and_not(written, missing))
+    return errors, usable
 
 
 def judged(scored: pa.Table, columns: RowColumns, spec: TaskSpec, kind: str) -> pa.Table:
     """Return the rows of rows.parquet for scored rows."""
-    task = plugins.load("tasks", spec.task)
     labels = scored[columns.label].combine_chunks() if columns.label else pa.nulls(len(scored))
-    errors = scored["error"].combine_chunks().cast(pa.string())
-    missing = task.encode_labels(labels, spec).is_null()
-    errors = pc.if_else(pc.and_(missing, errors.is_null()), "null_label", errors)
-    usable = errors.is_null()
-    rows = np.flatnonzero(usable.to_numpy(zero_copy_only=False))
+    errors, usable = errors_and_usable(scored, labels, spec, columns.prefix)
     names = [name for name in scored.column_names if name.startswith(columns.prefix)]
     predicted = scored.select(names).rename_columns([name.removeprefix(columns.prefix) for name in names])
     found = JUDGES[kind](predicted.filter(usable), labels.filter(usable), spec)
-    place = np.full(len(scored), -1, dtype=np.int64)
-    place[rows] = np.arange(len(rows))
-    places = from_numpy(place, null=place < 0)
     empty = pa.nulls(len(scored), pa.float64())
     made: dict[str, Any] = {columns.id: scored[columns.id]}
-    made["label"] = found.pop("label").take(places) if "label" in found else labels
+    made["label"] = among_all(found.pop("label"), usable) if "label" in found else labels
     for name in ("prediction", "score", "probability", "loss", "right"):
         values = found.pop(name, None)
         kept = pa.nulls(len(scored), pa.bool_()) if name == "right" else empty
-        made[name] = kept if values is None else _array(values).take(places)
-    made["tokens"] = predicted["tokens"] if "tokens" in predicted.column_names else pa.nulls(len(scored), pa.int32())
+        made[name] = kept if values is None else among_all(values, usable)
+    tokens = next((name for name in ("tokens", "prompt_tokens") if name in predicted.column_names), None)
+    made["tokens"] = pa.nulls(len(scored), pa.int32()) if tokens is None else predicted[tokens]
     made |= {"truncated": scored["truncated"], "error": errors}
-    made |= {name: _array(values).take(places) for name, values in found.items()}
-    copied = {name: scored[column] for name, column in columns.copied.items()}
-    return pa.table({**made, **{name: column for name, column in copied.items() if not _is_content(column.type)}})
+    made |= {name: among_all(values, usable) for name, values in found.items()}
+    return pa.table({**made, **{name: scored[column] for name, column in columns.copied.items()}})
 
 
-def _is_content(kind: pa.DataType) -> bool:
-    """Return whether a column holds files, such as images, which the rows leave out."""
+def is_content(kind: pa.DataType) -> bool:
+    """Return whether a column holds files, such as images, which are not read for the rows."""
     if pa.types.is_struct(kind):
-        return any(_is_content(field.type) for field in kind)
+        return any(is_content(field.type) for field in kind)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _array(values: Any) -> pa.Array:
-    if isinstance(values, pa.ChunkedArray):
-        return values.combine_chunks()
-    return values if isinstance(values, pa.Array) else pa.array(values)
-
-
-def chances_of_rows(predicted: pa.Table, spec: TaskSpec) -> np.ndarray:
-    """Return the probabilities (N, C) float64."""
-    names = plugins.load("tasks", spec.task).probability_names(spec)
-    return np.column_stack([predicted[name].to_numpy() for name in names]).astype(np.float64)
+def among_all(values: Any, usable: pa.Array) -> pa.Array:
+    """Return the values of usable rows among all rows, null for the others."""
+    mask = usable.to_numpy(zero_copy_only=False)
+    array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    array = array if isinstance(array, pa.Array) else pa.array(array)
+    return array.take(from_numpy(np.where(mask, np.cumsum(mask) - 1, -1), null=~mask))
 
 
 def targets_of(labels: pa.Array, spec: TaskSpec) -> np.ndarray:
@@ -171,8 +190,8 @@ def targets_of(labels: pa.Array, spec: TaskSpec) -> np.ndarray:
 
 
 def _classes(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
-    chances, truth = chances_of_rows(predicted, spec), targets_of(labels, spec)
-    given = chances[np.arange(len(truth)), truth]
+    chances, truth = plugins.load("tasks", spec.task).read_answers(predicted, spec), targets_of(labels, spec)
+    given = chances[np.arange(len(truth)), truth].astype(np.float64)
     return {
         "label": label_array(spec).take(pa.array(truth)),
         "prediction": predicted["label"],
@@ -185,7 +204,8 @@ def _classes(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
 
 def _labels(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
     """Judge several labels; `probability` is that of the least likely of a row's true answers, yes or no."""
-    chances, truth = chances_of_rows(predicted, spec), targets_of(labels, spec).reshape(-1, len(spec.labels)) > 0
+    chances = plugins.load("tasks", spec.task).read_answers(predicted, spec).astype(np.float64)
+    truth = targets_of(labels, spec).reshape(-1, len(spec.labels)) > 0
     agreed = np.where(truth, chances, 1 - chances)
     row, column = np.nonzero(truth)
     offsets = np.searchsorted(row, np.arange(len(truth) + 1)).astype(np.int32)
@@ -231,27 +251,25 @@ def _places(spans: Sequence[Mapping[str, Any]]) -> set[tuple[int, int, str]]:
 
 
 def _answers(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
-    """Judge answers by the best of a row's true ones; without one, by saying so."""
-    said = [text or "" for text in predicted["answer"].to_pylist()]
-    true = [_texts_of(label) for label in labels.to_pylist()]
-    return {"prediction": predicted["answer"], "score": predicted["score"], **_compared(said, true)}
-
-
-def _texts_of(label: Any) -> list[str]:
-    texts = label["text"] if isinstance(label, dict) else label
-    return ([texts] if isinstance(texts, str) else list(texts or [])) or [""]
+    """Judge answers by the best of a row's true ones, as the metrics do; without one, by saying so."""
+    found = plugins.load("tasks", spec.task).judge(predicted, labels, spec)
+    made = {"prediction": predicted["answer"], "score": predicted["score"]}
+    return {**made, "loss": 1 - found["f1"], "right": found["exact_match"] == 1}
 
 
 def _texts(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
-    written = predicted["generated_text"]
-    return {"prediction": written, **_compared(written.to_pylist(), [[str(text)] for text in labels.to_pylist()])}
-
-
-def _compared(said: Sequence[str], true: Sequence[Sequence[str]]) -> Judgment:
-    pairs = list(zip(said, true, strict=True))
-    best = [max(token_f1([text], [wanted]) for wanted in some) for text, some in pairs]
-    right = [any(exact_match([text], [wanted]) for wanted in some) for text, some in pairs]
-    return {"loss": 1 - np.array(best, dtype=np.float64), "right": pa.array(right, pa.bool_())}
+    """Judge written texts by what was expected; `score` is their probability for each token, if it is known."""
+    written, wanted = predicted["generated_text"], encoded_labels(labels, spec)
+    pairs = list(zip(written.to_pylist(), wanted.to_pylist(), strict=True))
+    f1, same = (np.array([OF_EACH[name](*pair) for pair in pairs], np.float64) for name in ("token_f1", "exact_match"))
+    known = "logprob" in predicted.column_names
+    return {
+        "label": wanted,
+        "prediction": written,
+        "loss": 1 - f1,
+        "right": same == 1,
+        **({"score": pc.exp(predicted["logprob"].cast(pa.float64()))} if known else {}),
+    }
 
 
 def _other(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:

@@ -3,7 +3,7 @@
 Shares have Wilson's interval, means one by Student's t; both are scipy's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake.errors import UsageError
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 
 WORST, PICKED = 50, 20
@@ -18,36 +19,61 @@ SLICE_VALUES, SLICES_SHOWN, SMALL_SLICE = 50, 30, 30
 BINS = 20
 
 
-def by_slice(rows: JudgedRows, names: Sequence[str]) -> dict[str, Any]:
-    """Return the slices that lose the most rows (of numbers: loss), compared with the average; and how many there
-    are."""
-    right, losses = rows.right, rows.numbers("loss")
-    masks: list[tuple[str, str, np.ndarray]] = []
+def refuse_slices(schema: pa.Schema, names: Sequence[str]) -> None:
+    """Raise UsageError for a column whose values, or items, do not name slices."""
     for name in names:
-        column = rows.table[name].combine_chunks().cast(pa.string())
-        counts = sorted(pc.value_counts(column).to_pylist(), key=lambda one: (-one["counts"], str(one["values"])))
-        for value in (one["values"] for one in counts[:SLICE_VALUES]):
-            same = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
-            masks.append((name, "null" if value is None else value, same.to_numpy(zero_copy_only=False)))
-    tokens = rows.numbers("tokens")
-    if not np.isnan(tokens).any():
-        edges = np.unique(np.quantile(tokens, (0, 0.25, 0.5, 0.75, 1)).round())
-        for low, high in pairwise(edges.tolist()):
-            inside = (tokens > low if low > edges[0] else tokens >= low) & (tokens <= high)
-            masks.append(("length", f"{low + (low > edges[0]):,.0f} to {high:,.0f} tokens", inside))
-    cut = rows.numbers("truncated") > 0
-    masks += [("truncated", word, same) for word, same in (("yes", cut), ("no", ~cut))] if cut.any() else []
+        kind = schema.field(name).type
+        while pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            raise UsageError(
+                f"slices: the column {name!r} holds {schema.field(name).type}. A slice (--slice) is a plain value, "
+                "such as a word or a number, or each item of a list of them."
+            )
+
+
+def by_slice(rows: JudgedRows, names: Sequence[str]) -> dict[str, Any]:
+    """Return the slices that lose the most rows (of numbers and texts: loss), compared with the average; and how many
+    there are."""
+    right, losses = None if rows.kind == "texts" else rows.right, rows.numbers("loss")
     values = losses if right is None else right.astype(np.float64)
     sign = 1 if right is None else -1
     found = [
         {"slice": name, "value": value, **interval(values[same], right is not None)}
         | {"lost": float(sign * (values[same].mean() - values.mean()) * same.sum())}
-        for name, value, same in masks
+        for name, value, same in _slices(rows, names)
         if 0 < same.sum() < len(same)
     ]
     found.sort(key=lambda entry: -entry["lost"])
     unit = "mean loss" if right is None else "share right"
     return {"looked_at": len(found), "unit": unit, "slices": found[:SLICES_SHOWN]} if found else {}
+
+
+def _slices(rows: JudgedRows, names: Sequence[str]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield the column, the value and the rows (N,) bool of each slice; a row is in that of each item of a list."""
+    for name in names:
+        column, members = rows.table[name].combine_chunks(), np.arange(len(rows.table))
+        if pa.types.is_nested(column.type) and column.null_count:
+            yield name, "null", column.is_null().to_numpy(zero_copy_only=False)
+        while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            members, column = members[pc.list_parent_indices(column).to_numpy()], pc.list_flatten(column)
+        codes = column.cast(pa.string()).dictionary_encode("encode")
+        places, values = codes.indices.to_numpy(), codes.dictionary.to_pylist()
+        counts = np.bincount(places, minlength=len(values))
+        for at in sorted(range(len(values)), key=lambda at: (-counts[at], str(values[at])))[:SLICE_VALUES]:
+            same = np.zeros(len(rows.table), dtype=bool)
+            same[members[places == at]] = True
+            yield name, "null" if values[at] is None else values[at], same
+    tokens = rows.numbers("tokens")
+    if not np.isnan(tokens).any():
+        edges = np.unique(np.quantile(tokens, (0, 0.25, 0.5, 0.75, 1)).round())
+        for low, high in pairwise(edges.tolist()):
+            inside = (tokens > low if low > edges[0] else tokens >= low) & (tokens <= high)
+            yield "length", f"{low + (low > edges[0]):,.0f} to {high:,.0f} tokens", inside
+    cut = rows.numbers("truncated") > 0
+    if cut.any():
+        yield "truncated", "yes", cut
+        yield "truncated", "no", ~cut
 
 
 def interval(values: np.ndarray, is_share: bool) -> dict[str, Any]:

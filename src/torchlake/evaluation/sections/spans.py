@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.evaluation.sections.classes import MATRIX_CLASSES, scores
+from torchlake.evaluation.sections.classes import MATRIX_CLASSES, lowest_first, scores
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.slices import interval
 
@@ -22,6 +22,8 @@ def entities(rows: JudgedRows) -> dict[str, Any]:
 
     An exact match has the right start, end and label; a partial one overlaps a true span of its label.
     """
+    from scipy.sparse import csr_array
+
     pairs = [
         ([_span(one) for one in true], [_span(one) for one in found])
         for true, found in zip(rows.table["label"].to_pylist(), rows.table["prediction"].to_pylist(), strict=True)
@@ -30,30 +32,26 @@ def entities(rows: JudgedRows) -> dict[str, Any]:
     if not names:
         return {}
     number = {name: at for at, name in enumerate(names)}
-    counts = np.zeros((len(pairs), len(names), 4), dtype=np.float32)
+    counts = Counter[tuple[int, int]]()
     cells: dict[tuple[str, str], Counter[int]] = {}
     for row, (true, found) in enumerate(pairs):
         exact = set(true) & set(found)
-        for group, kind in ((true, 0), (found, 1), (exact, 2)):
-            for _, _, label in group:
-                counts[row, number[label], kind] += 1
-        for span in set(found) - exact:
-            counts[row, number[span[2]], 3] += any(_overlap(span, one) and span[2] == one[2] for one in true)
+        partial = [one for one in set(found) - exact if any(_overlap(one, o) and one[2] == o[2] for o in true)]
+        for kind, group in enumerate((true, found, exact, partial)):
+            counts.update((row, 4 * number[label] + kind) for _, _, label in group)
         for label, predicted in _confused(set(true) - exact, set(found) - exact):
             cells.setdefault((label, predicted), Counter())[row] += 1
+    places = np.array(list(counts)).reshape(-1, 2).T
+    shape = (len(pairs), 4 * len(names))
+    sums = csr_array((np.array(list(counts.values()), dtype=np.float64), (places[0], places[1])), shape=shape)
     generator = np.random.default_rng(0)
-    drawn = np.stack(
-        [
-            np.tensordot(
-                np.bincount(generator.integers(0, len(pairs), len(pairs)), minlength=len(pairs)), counts, axes=1
-            )
-            for _ in range(RESAMPLES)
-        ]
-    )
-    whole = counts.sum(axis=0)
-    table = scores(names, [whole[None, :, at] for at in range(3)], [drawn[..., at] for at in range(3)])
+    weights = (generator.integers(0, len(pairs), len(pairs)) for _ in range(RESAMPLES))
+    drawn = np.stack([np.bincount(some, minlength=len(pairs)) @ sums for some in weights])
+    whole = np.asarray(sums.sum(axis=0))
+    table = scores(names, [whole[None, at::4] for at in range(3)], [drawn[:, at::4] for at in range(3)])
     for entry in table:
-        entry["partial"] = int(whole[number[entry["label"]], 3])
+        entry["partial"] = int(whole[4 * number[entry["label"]] + 3])
+    table.sort(key=lowest_first)
     most = sorted(cells.items(), key=lambda cell: (-cell[1].total(), cell[0]))[:MATRIX_CLASSES]
     listing = [
         {

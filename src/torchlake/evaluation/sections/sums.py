@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlake.evaluation.sections.classes import chances_of, positives
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.labels.predictions import THRESHOLD
+from torchlake.metrics import class_scores, label_scores
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 RESAMPLES = 1000
 RESAMPLED_NUMBERS = 200_000_000
@@ -22,8 +25,8 @@ class SumGroup:
 
     counts: np.ndarray
     "(M,) rows that are drawn together."
-    sums: list[np.ndarray]
-    "For each model, what a row adds: (M, K)."
+    sums: "list[np.ndarray | csr_array]"
+    "For each model, what a row adds: (M, K), sparse with a column for each class."
     finish: Finish
 
 
@@ -58,7 +61,12 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[SumGroup]:
         yield _of_classes(sides)
     elif kind == "labels":
         classes = len(sides[0].labels)
-        yield SumGroup(every, [_label_sums(side) for side in sides], lambda sums, n: _label_metrics(sums, n, classes))
+        sums = [_label_sums(side, sides[0].labels) for side in sides]
+
+        def finish(found: np.ndarray, total: int) -> dict[str, float]:
+            return {**label_scores(*found[:-1].reshape(3, classes)), "subset_accuracy": float(found[-1] / total)}
+
+        yield SumGroup(every, sums, finish)
     elif kind == "spans":
         yield SumGroup(every, [_span_sums(side) for side in sides], _span_metrics)
     elif kind in ("answers", "texts"):
@@ -72,53 +80,27 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[SumGroup]:
 
 def _of_classes(sides: Sequence[JudgedRows]) -> SumGroup:
     """Return the counts of equal rows: those with the same label and the same predictions."""
-    classes = len(sides[0].labels)
-    codes = [_codes(sides[0], "label", sides[0].labels)]
-    codes += [_codes(side, "prediction", sides[0].labels) for side in sides]
+    from scipy.sparse import csr_array
+
+    labels, classes = sides[0].labels, len(sides[0].labels)
+    codes = [sides[0].codes("label"), *(side.codes("prediction", labels) for side in sides)]
     cells, counts = np.unique(np.stack(codes, axis=1), axis=0, return_counts=True)
-    every = np.arange(classes)
-    true = (cells[:, :1] == every).astype(np.float64)
-    sums = []
-    for at in range(1, len(sides) + 1):
-        said = (cells[:, at : at + 1] == every).astype(np.float64)
-        sums.append(np.concatenate([true, said, true * said], axis=1))
-    return SumGroup(counts, sums, lambda found, n: _class_metrics(found, n, classes))
+    every = np.arange(len(cells))
+    sums: list[np.ndarray | csr_array] = []
+    for said in cells.T[1:]:
+        right = every[cells[:, 0] == said]
+        columns = np.concatenate([cells[:, 0], classes + said, 2 * classes + said[right]])
+        rows = np.concatenate([every, every, right])
+        sums.append(csr_array((np.ones(len(rows)), (rows, columns)), shape=(len(cells), 3 * classes)))
+    return SumGroup(counts, sums, lambda found, n: class_scores(*found.reshape(3, classes)))
 
 
-def _codes(side: JudgedRows, column: str, labels: Sequence[object]) -> np.ndarray:
-    """Return the classes of a column as numbers in `labels`, whose order may differ from that of the model."""
-    places = np.array([labels.index(label) for label in side.labels])
-    return np.asarray(places[side.codes(column)])
+def _label_sums(side: JudgedRows, labels: Sequence[object]) -> "csr_array":
+    from scipy.sparse import csr_array, hstack
 
-
-def _class_metrics(sums: np.ndarray, rows: int, classes: int) -> dict[str, float]:
-    true, said, right = sums.reshape(3, classes)
-    some = true > 0
-    both = true + said
-    f1 = np.divide(2 * right, both, out=np.zeros(classes), where=both > 0)
-    return {
-        "accuracy": float(right.sum() / rows),
-        "balanced_accuracy": float((right[some] / true[some]).mean()),
-        "macro_f1": float(f1[both > 0].mean()),
-    }
-
-
-def _label_sums(side: JudgedRows) -> np.ndarray:
-    truth, said = positives(side), chances_of(side) >= THRESHOLD
-    right = side.numbers("right")[:, None]
-    return np.concatenate([truth, said, truth & said, right], axis=1).astype(np.float32)
-
-
-def _label_metrics(sums: np.ndarray, rows: int, classes: int) -> dict[str, float]:
-    true, said, right = sums[:-1].reshape(3, classes)
-    both = true + said
-    f1 = np.divide(2 * right, both, out=np.zeros(classes), where=both > 0)
-    total = both.sum()
-    return {
-        "micro_f1": float(2 * right.sum() / total) if total else 0.0,
-        "macro_f1": float(f1.mean()),
-        "subset_accuracy": float(sums[-1] / rows),
-    }
+    truth, said = side.members("label", labels), side.members("prediction", labels)
+    right = csr_array(side.numbers("right")[:, None])
+    return csr_array(hstack([truth, said, truth * said, right], format="csr"))
 
 
 def _span_sums(side: JudgedRows) -> np.ndarray:
