@@ -375,7 +375,8 @@ def routes_page() -> Iterator[str]:
             rows.append((f"`{path}`", f"`{name}`", _body_kind(field), default))
     yield from table(("route", "field", "values", "default"), rows)
     yield from ("", "## Options of Python", "", "`tl.serving.ServeOptions`, for `tl.serve` and `tl.serving.app`:", "")
-    others, options = _attribute_docstrings(ServeOptions), []
+    others = _attribute_docstrings(ServeOptions)
+    options: list[tuple[str, ...]] = []
     for name, kind in get_type_hints(ServeOptions, include_extras=True).items():
         written, option = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
         meaning = others[name] if option is None else _without_flags(option)

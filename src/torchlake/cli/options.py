@@ -201,7 +201,7 @@ def as_given(parsed: Mapping[str, Any], options: Mapping[str, tuple[Any, Option]
 
 
 def _value(name: str, kind: Any, option: Option, value: Any) -> Any:
-    """Return the value of an option as its type says: a list of words, pairs, a text, or one value of several."""
+    """Return the value of an option as its type says: a list of words, pairs, one value of several, or the string."""
     flag, kinds = _flag(name, option), types_of(kind)
     if name in ESCAPED:
         return [_unescaped(text) for text in value] if isinstance(value, list) else _unescaped(value)

@@ -29,14 +29,18 @@ from torchlake.scoring.rows import ScoringSettings
 from torchlake.serving.options import ServeOptions
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SCORING = (ScoringSettings, OutputOptions, GenerationOptions)
+GROUPS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("predict", "rank", "evaluate", "optimize"), SCORING),
+    "serve": (ServeOptions,),
+}
 FUNCTIONS: dict[str, Callable[..., Any]] = {"plan": tl.plan, "tune": tl.tune, "optimize": tl.optimize}
 
 
 def default_of(command: str, option: str) -> Any:
     """The default of an option in Python; `inspect.Parameter.empty` if it has none there."""
     named: dict[str, Any] = {}
-    groups = (ServeOptions,) if command in ("serve", "try") else (ScoringSettings, OutputOptions, GenerationOptions)
-    for group in groups:
+    for group in GROUPS.get(command, ()):
         named |= {one.name: one.default for one in fields(group)}
     if command in FUNCTIONS:
         named |= {name: one.default for name, one in inspect.signature(FUNCTIONS[command]).parameters.items()}
@@ -47,7 +51,7 @@ def test_the_defaults_in_the_help_are_those_of_the_python_functions() -> None:
     found = 0
     for name, command in COMMANDS.items():
         for param in command.params:
-            shown = re.search(r"\(default: ([\d.]+)\)", param.help or "")
+            shown = re.search(r"\(default: (\d+(?:\.\d+)?)\)", param.help or "")
             default = default_of(name, param.name)
             if shown and default not in (None, inspect.Parameter.empty):
                 assert float(shown[1]) == default, (name, param.name)

@@ -146,10 +146,10 @@ def test_a_conversation_needs_a_template(tiny_gpt2: Path, tmp_path: Path) -> Non
     [
         ({"top_k": 5}, "top_k: there is no sampling at temperature 0"),
         ({"seed": 5}, "seed: there is no sampling"),
-        ({"temperature": -1.0}, "temperature is a number from 0"),
-        ({"temperature": float("nan")}, "temperature is a number from 0"),
+        ({"temperature": -1.0}, "temperature: must be at least 0"),
+        ({"temperature": float("nan")}, "temperature: must be at least 0"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is a share"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
         ({"max_new_tokens": 128}, "no tokens for a prompt"),
         ({"stop": ["a", ""]}, "must not contain an empty string"),
         ({"all_probabilities": True}, "no classes"),

@@ -213,7 +213,7 @@ def test_what_is_of_a_row_is_no_list(tiny_gpt2: Path, tmp_path: Path) -> None:
         ({"seed_by": "key", "temperature": 1.0}, "there is no key"),
         ({"logprobs": "all"}, "one of mean, tokens"),
         ({"stop_token_ids": [100_000]}, "has the tokens 0 to"),
-        ({"min_new_tokens": -1}, "min_new_tokens is 0 or more"),
+        ({"min_new_tokens": -1}, "min_new_tokens: must be at least 0"),
         ({"n": 1000, "temperature": 1.0}, "n is from 1 to 256"),
         ({"repetition_penalty": 0.0}, "above 0"),
     ],

@@ -172,12 +172,12 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="output folder"):
         tl.predict(model, tmp_path / "in.parquet")
     wrong = {
-        "from 0 to 1": {"max_error_rate": 7},
+        "max_error_rate: must be at most 1": {"max_error_rate": 7},
         "row_timeout_s: must be at least 0.001": {"row_timeout_s": 0},
         "null: expected 'error' or 'score'": {"null": "skip"},
         "on_bad_file: expected 'error' or 'quarantine'": {"on_bad_file": "ignore"},
-        "batch_tokens: expected 1": {"batch_tokens": 0},
-        "chunk_rows: expected 1": {"chunk_rows": 0},
+        "batch_tokens: must be at least 1": {"batch_tokens": 0},
+        "chunk_rows: must be at least 1": {"chunk_rows": 0},
     }
     for words, options in wrong.items():
         with pytest.raises(UsageError, match=words):
