@@ -320,7 +320,9 @@ def test_a_limit_holds_for_an_output_in_a_bucket(
     with s3_server.serving() as server, serving() as endpoint:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        place = f"s3://{s3_server.BUCKET}/out"
+        place = (
+            f"s3://{s3_server.BUCKET}/{tmp_path.parent.name}-{tmp_path.name}"  # its logs are in a folder of this name
+        )
         given: dict[str, Any] = {"model_name": "small", "key": "id", "engine": Here(), "max_new_tokens": 2}
         for _ in range(2):
             with pytest.raises(LimitReached, match="max_tokens_total=150 is reached"):
