@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import s3_server
@@ -48,7 +48,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40)
 @given(STEPS, st.integers(20, 500))
 def test_no_order_of_requests_answers_and_kills_takes_more_than_the_limits(
     steps: list[tuple[int, str, Paid]], limit: int
