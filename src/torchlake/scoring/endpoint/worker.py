@@ -222,7 +222,7 @@ def make_endpoint_worker(
                     one.journal.close()
             raise
         finally:
-            budget.close()
+            budget.flush()  # other tasks may follow in this process
 
     return worker
 
