@@ -184,7 +184,8 @@ class Asking:
         from torchlake.runtimes._http.batches import run_batch
         from torchlake.runtimes._http.client import Client
 
-        known, asked = find(), []
+        known = find()
+        asked: list[Question] = []
         for one in questions:
             if known is not None or one.asker.begin(one.row, lost=False):
                 asked.append(one)
