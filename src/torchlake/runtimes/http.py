@@ -57,8 +57,8 @@ def check_library() -> None:
 class Asker(Protocol):
     """Who asks: the rows of a chunk. The methods are called in the thread of `Asking`."""
 
-    def begin(self, row: int) -> bool:
-        """Return whether one more request of a row may be sent, which then may be paid; another one may be lost."""
+    def begin(self, row: int, *, lost: bool = True) -> bool:
+        """Return whether a request of a row may be sent; one before it is `lost`, or else was never worked on."""
 
     def may_get_room(self) -> bool:
         """Return whether a request that may not be sent may be later, by the ends of other processes' requests."""
@@ -123,7 +123,7 @@ class Asking:
             self._fail(self._error)
 
     def _add_batch(self, questions: list[Question], known: Callable[[], Begun | None], note: Note) -> None:
-        task = self._loop.create_task(self._ask_batch(questions, known(), note))
+        task = self._loop.create_task(self._ask_batch(questions, known, note))
         self._batches.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(self._batches.discard)
@@ -180,14 +180,16 @@ class Asking:
                 return False
         return True
 
-    async def _ask_batch(self, questions: list[Question], known: Begun | None, note: Note) -> None:
+    async def _ask_batch(self, questions: list[Question], find: Callable[[], Begun | None], note: Note) -> None:
         from torchlake.runtimes._http.batches import run_batch
         from torchlake.runtimes._http.client import Client
 
-        begun = {one.row for one in questions if known is not None or one.asker.begin(one.row)}
-        asked = [one for one in questions if one.row in begun]
+        known = find()
+        asked: list[Question] = []
         for one in questions:
-            if one.row not in begun:
+            if known is not None or one.asker.begin(one.row, lost=False):
+                asked.append(one)
+            else:
                 one.asker.skip(one.row)
         if not asked:
             return
@@ -203,7 +205,7 @@ class Asking:
             elif known is None:  # the endpoint did not come to it in its time
                 one.asker.keep(one.row, Answer(error="batch: the endpoint did not answer in time", final=False))
         if left and known is not None:  # the batch was begun for other rows
-            await self._ask_batch(left, None, note)
+            await self._ask_batch(left, lambda: None, note)
 
     async def _ask(self, client: "Client", one: Question) -> None:
         try:

@@ -248,17 +248,18 @@ def test_batches_are_found_again_and_their_errors_become_rows(
 ) -> None:
     monkeypatch.setattr(batches, "POLL_S", 0.001)
     table, place = rows(20), tmp_path / "out"
+    given: dict[str, Any] = {"batch_api": True, "price": PRICE, "max_tokens_total": 2500}  # not for two batches
     with serving(faults={"row 3 ": "400", "row 4 ": "html", "row 5 ": "lost", "row 6 ": "refusal"}) as endpoint:
         with monkeypatch.context() as broken:
             broken.setattr(endpoint, "end", lambda batch: batch.update(status="failed", errors={"data": []}))
             with pytest.raises(UsageError, match="batch batch-0 failed"):
-                ask(table, endpoint, place, batch_api=True, price=PRICE)
+                ask(table, endpoint, place, **given)
         assert endpoint.batches["batch-0"]["status"] == "failed"
         with monkeypatch.context() as broken:
             broken.setattr(client.Client, "fetch", _without_answers(client.Client.fetch))
             with pytest.raises(UsageError, match="killed"):
-                ask(table, endpoint, place, batch_api=True, price=PRICE)
-        found = ask(table, endpoint, place, batch_api=True, price=PRICE)
+                ask(table, endpoint, place, **given)
+        found = ask(table, endpoint, place, **given)
         assert list(endpoint.batches) == ["batch-0", "batch-1", "batch-2"], (
             "the failed one is begun again and then found, and the last has the row that this one lost"
         )
@@ -320,7 +321,9 @@ def test_a_limit_holds_for_an_output_in_a_bucket(
     with s3_server.serving() as server, serving() as endpoint:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        place = f"s3://{s3_server.BUCKET}/out"
+        place = (
+            f"s3://{s3_server.BUCKET}/{tmp_path.parent.name}-{tmp_path.name}"  # its logs are in a folder of this name
+        )
         given: dict[str, Any] = {"model_name": "small", "key": "id", "engine": Here(), "max_new_tokens": 2}
         for _ in range(2):
             with pytest.raises(LimitReached, match="max_tokens_total=150 is reached"):

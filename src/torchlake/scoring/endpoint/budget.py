@@ -122,9 +122,12 @@ class FileAccount:
         self.opened(any_open=False)
         return False
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        """Keep what is in it, although no request may follow."""
         with self._errors():
             os.fsync(self._sums)
+
+    def close(self) -> None:
         os.close(self._sums)
         os.close(self._others)
 
@@ -139,8 +142,8 @@ class FileAccount:
 class StoredAccount:
     """An account in an object store; see FileAccount.
 
-    A process adds in advance what it needs for about `SYNC_S`, and at its end takes out what it has not used: after a
-    kill that stays, too.
+    A process adds in advance what it needs for about `SYNC_S`, and `flush` takes out what it has not used: after a kill
+    that stays.
     """
 
     def __init__(self, location: str, *, create: bool) -> None:
@@ -169,10 +172,14 @@ class StoredAccount:
     def others_are_open(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def flush(self) -> None:
         with suppress(StorageError):  # then it stays
             while not self._write(self._read(), self._used.plus(self._held, -1.0)):
                 pass
+            self._held = self._used
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def _add(self, lacking: Amount, limits: Amount) -> str | None:
         passed, self._added = time.monotonic() - self._added, time.monotonic()
@@ -257,9 +264,9 @@ class SpendingBudget:
         """Let no other request start, because there was no room for one."""
         self.reached = self._full or self.reached
 
-    def close(self) -> None:
-        """Leave the account; what is still open stays in it."""
-        self._account.close()
+    def flush(self) -> None:
+        """Leave in the account what was taken and what is open; it may go on."""
+        self._account.flush()
 
     def _took(self, asked: Asked, answer: Answer) -> Amount | None:
         """Return what an answer took, by an estimate if the endpoint does not count; None if that is not known."""

@@ -69,9 +69,9 @@ class OpenChunk:
         left = [(row, one) for row, one in self._asked.items() if row not in self.answers]
         return [Question(self, row, f"{stem}-{row}", one.body, one.tokens) for row, one in left]
 
-    def begin(self, row: int) -> bool:
-        """Set aside what a request may take; what one before it may have taken stays in the account."""
-        self._settle(row, None)
+    def begin(self, row: int, *, lost: bool = True) -> bool:
+        """Set aside what a request may take; what one that was lost may have taken stays in the account."""
+        self._settle(row, None if lost else Answer(error="batch: not begun"))
         most = self._budget.set_aside(self._asked[row])
         if most is not None:
             self._aside[row] = most
@@ -222,7 +222,7 @@ def make_endpoint_worker(
                     one.journal.close()
             raise
         finally:
-            budget.close()
+            budget.flush()  # other tasks may follow in this process
 
     return worker
 
