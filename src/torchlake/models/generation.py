@@ -221,6 +221,14 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def settings_for(folder: Path, options: GenerationOptions) -> tuple[Any, dict[str, Any]]:
+    """Return the tokenizer, and the settings of the model with the job's language and all end tokens."""
+    tokenizer, own = load_tokenizer(folder), settings_of(folder)
+    if options.language is not None:
+        own["forced_bos_token_id"] = language_token(folder, options.language)
+    return tokenizer, {**own, "eos_token_id": end_tokens(own, tokenizer)}
+
+
 def end_tokens(own: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """Return the end tokens: the model's (chat models have several), or else the tokenizer's."""
     named = own.get("eos_token_id", tokenizer.eos_token_id)

@@ -23,8 +23,7 @@ import numpy as np
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config
-from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
-from torchlake.models.load import load_tokenizer
+from torchlake.models.generation import NON_FINITE, GenerationOptions, settings_for
 from torchlake.runtimes import EMPTY, Forward, LogProbs, Report, Text, Writer, _ctranslate2_export, _exported
 from torchlake.runtimes._writing.row import Row
 
@@ -125,12 +124,8 @@ class ConvertedWriter:
     def __init__(self, converted: Converted, options: GenerationOptions) -> None:
         if reason := cannot_write(options):
             raise UsageError(reason)
-        folder = converted.folder
-        own, self._tokenizer = settings_of(folder), load_tokenizer(folder)
-        self._converted, self._ends = converted, end_tokens(own, self._tokenizer)
-        self._first = (
-            own.get("forced_bos_token_id") if options.language is None else language_token(folder, options.language)
-        )
+        self._tokenizer, own = settings_for(converted.folder, options)
+        self._converted, self._ends, self._first = converted, own["eos_token_id"], own.get("forced_bos_token_id")
         # An end that is forced on rows that reach the limit is not part of the answer: the rows end before it.
         self._unwritten = int(own.get("forced_eos_token_id") is not None)
         refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))

@@ -117,7 +117,7 @@ def test_each_answer_may_have_a_row(tiny_gpt2: Path, tmp_path: Path, key: str | 
     assert any("rows" in problem for problem in tl.verify(tmp_path / "out").problems)
 
 
-@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+@pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=pytest.mark.slow)])
 def test_each_answer_may_have_a_row_of_a_table(
     kind: str, tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

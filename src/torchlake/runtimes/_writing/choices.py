@@ -9,7 +9,7 @@ which both differ, or that has no such cache, computes the prompt with each choi
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from torchlake.errors import ran_out_of_memory
-from torchlake.models.config import decoder_start
-from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
-from torchlake.models.load import load_tokenizer
+from torchlake.models.generation import NON_FINITE, GenerationOptions, settings_for, start_token
 from torchlake.models.structured.choices import answer_of, tokens_of
 from torchlake.runtimes import EMPTY, Ended, Report, Text
 from torchlake.runtimes._writing.row import draws
@@ -38,17 +36,17 @@ class ChoicesWriter:
 
     def __init__(self, model: Any, folder: Path, options: GenerationOptions) -> None:
         assert options.structure is not None, "choices are a structure"
-        tokenizer, own = load_tokenizer(folder), settings_of(folder)
-        if options.language is not None:
-            own["forced_bos_token_id"] = language_token(folder, options.language)
+        tokenizer, own = settings_for(folder, options)
         choices = tokens_of(options.structure.choices, tokenizer)
         self._device, self._pad_id = model.device, tokenizer.pad_token_id
         self._choices = [torch.tensor(each, device=model.device) for each in choices]
-        self._ends = torch.tensor(end_tokens(own, tokenizer), device=model.device)
+        self._ends = torch.tensor(own["eos_token_id"], device=model.device)
         self._apart = bool(model.config.is_encoder_decoder)
         self._rows: dict[int, tuple[np.ndarray, GenerationOptions]] = {}
+        begin = [start_token(folder, model.config)] if self._apart else []
+        begin += [own["forced_bos_token_id"]] if "forced_bos_token_id" in own else []
         with torch.inference_mode():
-            self._scores, self._one_length = (_of_decoder(model, own), False) if self._apart else _checked(model)
+            self._scores, self._one_length = (_of_decoder(model, begin), False) if self._apart else _checked(model)
 
     @property
     def rows(self) -> list[int]:
@@ -183,11 +181,8 @@ def _of_cache(model: Any) -> Scores:
     return scores
 
 
-def _of_decoder(model: Any, own: Mapping[str, Any]) -> Scores:
+def _of_decoder(model: Any, begin: Sequence[int]) -> Scores:
     """Return the scores of a model whose encoder reads the prompts, and whose answers follow tokens of their own."""
-    first = own["decoder_start_token_id"] if "decoder_start_token_id" in own else own.get("bos_token_id")
-    begin = [decoder_start(model.config) if first is None else first]
-    begin += [own["forced_bos_token_id"]] if "forced_bos_token_id" in own else []
 
     def scores(ids: torch.Tensor, mask: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)

@@ -19,9 +19,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from torchlake.errors import DataError, ran_out_of_memory
-from torchlake.models.config import decoder_start, in_words
-from torchlake.models.generation import NON_FINITE, GenerationOptions, end_tokens, language_token, settings_of
-from torchlake.models.load import load_tokenizer
+from torchlake.models.config import in_words
+from torchlake.models.generation import NON_FINITE, GenerationOptions, settings_for, start_token
 from torchlake.runtimes import EMPTY, Report, Text
 from torchlake.runtimes._writing.choosing import choose, look_ahead
 from torchlake.runtimes._writing.row import Row
@@ -54,14 +53,11 @@ class StaticWriter:
     ) -> None:
         self._without_gradients: Any = torch.no_grad if while_training else torch.inference_mode
         self._model, self._together = model, together
-        self._tokenizer, self._own = load_tokenizer(folder), settings_of(folder)
+        self._tokenizer, self._own = settings_for(folder, options)
         self._apart = bool(model.config.is_encoder_decoder)
-        if self._apart and "decoder_start_token_id" not in self._own:
-            begin = self._own["bos_token_id"] if "bos_token_id" in self._own else decoder_start(model.config)
-            self._own["decoder_start_token_id"] = begin
-        if options.language is not None:
-            self._own["forced_bos_token_id"] = language_token(folder, options.language)
-        self._own["eos_token_id"] = self.ends = list(ends) or end_tokens(self._own, self._tokenizer)
+        if self._apart:
+            self._own["decoder_start_token_id"] = start_token(folder, model.config)
+        self._own["eos_token_id"] = self.ends = list(ends) or self._own["eos_token_id"]
         # An end that is forced on rows that reach the limit does not belong to the text: the rows end before it.
         self._unwritten = int(self._own.pop("forced_eos_token_id", None) is not None)
         # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
