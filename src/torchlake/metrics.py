@@ -99,11 +99,12 @@ class ClassAnswers:
         """Return the answers of several parts of the rows, in a row order that does not depend on the table's."""
         kept = [part.chances for part in parts if part.chances is not None]
         chances = np.concatenate(kept) if kept else None
-        columns = [
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("truth", "said", "given", "confidence")
-        ]
-        order = np.lexsort((*columns[:0:-1], *(() if chances is None else chances.T), columns[0]))
-        return cls(*(one[order] for one in columns), None if chances is None else chances[order])
+        names = ("truth", "said", "given", "confidence")
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        others = [columns[name] for name in reversed(names[1:])]
+        order = np.lexsort((*others, *(() if chances is None else chances.T), columns["truth"]))
+        made = {name: column[order] for name, column in columns.items()}
+        return cls(**made, chances=None if chances is None else chances[order])
 
     def metrics(self, classes: int, rows: Any = slice(None)) -> dict[str, float]:
         """Return the metrics of some rows."""

@@ -85,7 +85,7 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     source = open_table(table, columns=spec.columns, options=options, spread=spread)
     inputs = [column for column in spec.input_columns if not is_content(source.schema.field(column).type)]
     columns = RowColumns(key=job.data.key, label=spec.label, prefix=PREFIX, inputs=inputs)
-    wanted = dict.fromkeys([*([job.data.key] if job.data.key else []), spec.label, *inputs])
+    wanted = dict.fromkeys([*([job.data.key] if job.data.key else []), str(spec.label), *inputs])
     scored = _scored(run, job, spec, stored, name, lambda places: _rows_at(source, tuple(wanted), places, spread))
     kind, by = kind_of(spec), None
     if kind in KINDS:

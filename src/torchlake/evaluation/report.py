@@ -86,7 +86,7 @@ def as_command(asked: Mapping[str, Any]) -> str | None:
         flag = (get_args(kind)[1].flag if get_origin(kind) is Annotated else None) or f"--{name.replace('_', '-')}"
         if isinstance(value, Mapping):
             pairs = [(key, one) for key, some in value.items() for one in (some if _several(some) else [some])]
-            shown = [f"{key}={one if name in PLAIN_PAIRS else json.dumps(one)}" for key, one in pairs]
+            shown: list[str | None] = [f"{key}={one if name in PLAIN_PAIRS else json.dumps(one)}" for key, one in pairs]
         else:
             shown = [_word(one, escaped=name in ESCAPED) for one in (value if _several(value) else [value])]
         if value is True:

@@ -145,4 +145,4 @@ OF_EACH: Mapping[str, Callable[[str, str], float]] = {
     "rouge_l": _rouge,
     "json_valid": lambda text, _: _is_json(text),
 }
-"Metrics of a text and what was expected of it; two texts without words are equal."
+"Metrics of what was written and what was expected; two texts without words are equal."

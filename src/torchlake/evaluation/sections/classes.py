@@ -114,10 +114,10 @@ def baseline(rows: JudgedRows) -> dict[str, Any]:
     total = len(rows.table)
     if rows.kind == "labels":
         true = np.asarray(rows.members("label").sum(axis=0))
-        often = true >= total / 2
-        names = ", ".join(str(label) for label, yes in zip(rows.labels, often, strict=True) if yes)
+        most = true >= total / 2
+        names = ", ".join(str(label) for label, yes in zip(rows.labels, most, strict=True) if yes)
         answer = f"the labels of at least half of the rows: {names or 'no label'}"
-        return {"answer": answer, "metrics": label_scores(true, total * often, true * often)}
+        return {"answer": answer, "metrics": label_scores(true, total * most, true * most)}
     counts = np.bincount(rows.codes("label"), minlength=len(rows.labels))
     said = np.zeros_like(counts)
     said[often := int(counts.argmax())] = total
