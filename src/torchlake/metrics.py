@@ -25,29 +25,13 @@ MAX_RANKED_CLASSES = 100
 "With more classes AUC is not computed, because it sorts the rows once per class."
 
 Direction = Literal["higher", "lower"]
+LOWER = ("loss", "log_loss", "ece", "hamming_loss", "rmse", "mae", "perplexity")
+OF_CLASSES = ("accuracy", "balanced_accuracy", "macro_f1", "micro_f1", "subset_accuracy", "auc")
+OTHERS = ("mean_average_precision", "r2", "pearson", "spearman")
+OF_TEXTS = ("exact_match", "token_f1", "chrf", "rouge_l", "json_valid")
 DIRECTIONS: dict[str, Direction] = {
-    "loss": "lower",
-    "accuracy": "higher",
-    "balanced_accuracy": "higher",
-    "macro_f1": "higher",
-    "micro_f1": "higher",
-    "subset_accuracy": "higher",
-    "log_loss": "lower",
-    "ece": "lower",
-    "hamming_loss": "lower",
-    "auc": "higher",
-    "mean_average_precision": "higher",
-    "rmse": "lower",
-    "mae": "lower",
-    "r2": "higher",
-    "pearson": "higher",
-    "spearman": "higher",
-    "perplexity": "lower",
-    "exact_match": "higher",
-    "token_f1": "higher",
-    "chrf": "higher",
-    "rouge_l": "higher",
-    "json_valid": "higher",
+    **dict.fromkeys(LOWER, "lower"),
+    **dict.fromkeys((*OF_CLASSES, *OTHERS, *OF_TEXTS), "higher"),
 }
 "Whether higher or lower values of each metric are better."
 
@@ -90,15 +74,12 @@ def evaluate_metrics(
     assert len(probabilities) == len(targets) > 0
     order = np.lexsort((*probabilities.T, *np.atleast_2d(targets.T)))
     scores, targets = probabilities[order].astype(np.float64), targets[order]
-    generator = np.random.default_rng(seed)
+
+    def estimate(rows: np.ndarray) -> dict[str, float]:
+        return _estimate(scores[rows], targets[rows], problem)
+
     with _undefined_allowed():
-        values = _estimate(scores, targets, problem)
-        drawn = {name: np.empty(resamples) for name in values}
-        for resample in range(resamples):
-            rows = generator.integers(0, len(scores), len(scores))
-            for name, number in _estimate(scores[rows], targets[rows], problem).items():
-                drawn[name][resample] = number
-        metrics = {name: _interval(value, drawn[name], confidence) for name, value in values.items()}
+        metrics = bootstrapped(estimate, len(scores), resamples=resamples, confidence=confidence, seed=seed)
         if problem != "single_label":
             return metrics, None
         return metrics, confusion_matrix(targets, scores.argmax(axis=1), labels=range(len(labels)))
@@ -109,9 +90,7 @@ def loss_metrics(
     targets: np.ndarray,
     derived: Callable[[float], dict[str, float]],
     *,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    resamples: int,
 ) -> dict[str, Metric]:
     """Return the mean loss of M pieces with summed `losses` (M,) over `targets` (M,), and metrics `derived` from it."""
 
@@ -119,7 +98,7 @@ def loss_metrics(
         loss = float(losses[pieces].sum() / targets[pieces].sum())
         return {"loss": loss, **derived(loss)}
 
-    return bootstrapped(estimate, len(losses), resamples=resamples, confidence=confidence, seed=seed)
+    return bootstrapped(estimate, len(losses), resamples=resamples)
 
 
 def bootstrapped(
