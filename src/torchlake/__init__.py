@@ -11,90 +11,52 @@ Names are imported on first use, so `import torchlake` alone does not load torch
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchlake import errors, serving
-    from torchlake.config.job import Job
-    from torchlake.engines import Engine
-    from torchlake.engines.local import Local
-    from torchlake.engines.ray import Ray
-    from torchlake.engines.spark import Spark
-    from torchlake.errors import TorchlakeError
-    from torchlake.evaluation.compare import Comparison, compare
-    from torchlake.evaluation.evaluate import evaluate
-    from torchlake.evaluation.result import Evaluation
-    from torchlake.exporting.export import export
-    from torchlake.exporting.mlflow_model import log_model
-    from torchlake.jobs.map import Mapped, map
-    from torchlake.launching.launch import launch
-    from torchlake.metrics import Metric
-    from torchlake.optimization.optimize import Optimized, optimize
-    from torchlake.outputs.find import open
-    from torchlake.planning.plan import Plan, plan
-    from torchlake.preparation.findings import Finding
-    from torchlake.reporting.doctor import Diagnosis, doctor
-    from torchlake.reporting.report import report
-    from torchlake.scoring.batches import for_each_batch
-    from torchlake.scoring.frames import ray_stages, spark_udf
-    from torchlake.scoring.in_process import load
-    from torchlake.scoring.predict import Scored, predict
-    from torchlake.scoring.rank import rank
-    from torchlake.serving.process import serve
-    from torchlake.tables.verification.verify import Verification, verify
-    from torchlake.tasks import Task
-    from torchlake.training.folds import Folds
-    from torchlake.training.run import Run
-    from torchlake.training.train import train
-    from torchlake.tuning.study import Trial
-    from torchlake.tuning.tune import Tuning, tune
+    from torchlake import errors as errors
+    from torchlake import serving as serving
+    from torchlake.config.job import Job as Job
+    from torchlake.engines import Engine as Engine
+    from torchlake.engines.local import Local as Local
+    from torchlake.engines.ray import Ray as Ray
+    from torchlake.engines.spark import Spark as Spark
+    from torchlake.errors import TorchlakeError as TorchlakeError
+    from torchlake.evaluation.compare import Comparison as Comparison
+    from torchlake.evaluation.compare import compare as compare
+    from torchlake.evaluation.evaluate import evaluate as evaluate
+    from torchlake.evaluation.result import Evaluation as Evaluation
+    from torchlake.exporting.export import export as export
+    from torchlake.exporting.mlflow_model import log_model as log_model
+    from torchlake.jobs.map import Mapped as Mapped
+    from torchlake.jobs.map import map as map
+    from torchlake.launching.launch import launch as launch
+    from torchlake.metrics import Metric as Metric
+    from torchlake.optimization.optimize import Optimized as Optimized
+    from torchlake.optimization.optimize import optimize as optimize
+    from torchlake.outputs.find import open as open
+    from torchlake.planning.plan import Plan as Plan
+    from torchlake.planning.plan import plan as plan
+    from torchlake.preparation.findings import Finding as Finding
+    from torchlake.reporting.doctor import Diagnosis as Diagnosis
+    from torchlake.reporting.doctor import doctor as doctor
+    from torchlake.reporting.report import report as report
+    from torchlake.scoring.batches import for_each_batch as for_each_batch
+    from torchlake.scoring.frames import ray_stages as ray_stages
+    from torchlake.scoring.frames import spark_udf as spark_udf
+    from torchlake.scoring.in_process import load as load
+    from torchlake.scoring.predict import Scored as Scored
+    from torchlake.scoring.predict import predict as predict
+    from torchlake.scoring.rank import rank as rank
+    from torchlake.serving.process import serve as serve
+    from torchlake.tables.verification.verify import Verification as Verification
+    from torchlake.tables.verification.verify import verify as verify
+    from torchlake.tasks import Task as Task
+    from torchlake.training.folds import Folds as Folds
+    from torchlake.training.run import Run as Run
+    from torchlake.training.train import train as train
+    from torchlake.tuning.study import Trial as Trial
+    from torchlake.tuning.tune import Tuning as Tuning
+    from torchlake.tuning.tune import tune as tune
 
     __version__: str
-
-__all__ = [
-    "Comparison",
-    "Diagnosis",
-    "Engine",
-    "Evaluation",
-    "Finding",
-    "Folds",
-    "Job",
-    "Local",
-    "Mapped",
-    "Metric",
-    "Optimized",
-    "Plan",
-    "Ray",
-    "Run",
-    "Scored",
-    "Spark",
-    "Task",
-    "TorchlakeError",
-    "Trial",
-    "Tuning",
-    "Verification",
-    "__version__",
-    "compare",
-    "doctor",
-    "errors",
-    "evaluate",
-    "export",
-    "for_each_batch",
-    "launch",
-    "load",
-    "log_model",
-    "map",
-    "open",
-    "optimize",
-    "plan",
-    "predict",
-    "rank",
-    "ray_stages",
-    "report",
-    "serve",
-    "serving",
-    "spark_udf",
-    "train",
-    "tune",
-    "verify",
-]
 
 _MODULES = {
     "Comparison": "evaluation.compare",
@@ -140,6 +102,7 @@ _MODULES = {
     "tune": "tuning.tune",
     "verify": "tables.verification.verify",
 }
+__all__ = [*_MODULES, "__version__", "errors", "serving"]  # noqa: PLE0604  its keys are strings
 
 
 def __getattr__(name: str) -> Any:

@@ -53,15 +53,14 @@ UNWEIGHTED = Objective()
 def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
     """Raise ConfigError for loss settings that the problem does not support, and for weights of unknown labels."""
     weights = train.class_weights
-    if train.focal_gamma and spec.problem not in ("single_label", "multi_label"):
-        raise ConfigError(f"train.focal_gamma: the problem is {spec.problem}, which has no classes. Leave it out.")
+    for name, given in (("focal_gamma", train.focal_gamma), ("class_weights", weights is not None)):
+        if given and spec.problem not in ("single_label", "multi_label"):
+            raise ConfigError(f"train.{name}: the problem is {spec.problem}, which has no classes. Leave it out.")
     if train.label_smoothing and spec.problem != "single_label":
         raise ConfigError(
             f"train.label_smoothing: the problem is {spec.problem}; only one label per row (single_label) can be "
             "smoothed. Leave it out."
         )
-    if weights is not None and spec.problem not in ("single_label", "multi_label"):
-        raise ConfigError(f"train.class_weights: the problem is {spec.problem}, which has no classes. Leave it out.")
     if isinstance(weights, Mapping):
         names = [label_name(label) for label in spec.labels]
         unknown = [label for label in weights if label not in names]

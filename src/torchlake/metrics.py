@@ -26,29 +26,13 @@ MAX_MATRIX_CLASSES = 1000
 "With more classes there is no confusion matrix."
 
 Direction = Literal["higher", "lower"]
+LOWER = ("loss", "log_loss", "ece", "hamming_loss", "rmse", "mae", "perplexity")
+OF_CLASSES = ("accuracy", "balanced_accuracy", "macro_f1", "micro_f1", "subset_accuracy", "auc")
+OTHERS = ("mean_average_precision", "r2", "pearson", "spearman")
+OF_TEXTS = ("exact_match", "token_f1", "chrf", "rouge_l", "json_valid")
 DIRECTIONS: dict[str, Direction] = {
-    "loss": "lower",
-    "accuracy": "higher",
-    "balanced_accuracy": "higher",
-    "macro_f1": "higher",
-    "micro_f1": "higher",
-    "subset_accuracy": "higher",
-    "log_loss": "lower",
-    "ece": "lower",
-    "hamming_loss": "lower",
-    "auc": "higher",
-    "mean_average_precision": "higher",
-    "rmse": "lower",
-    "mae": "lower",
-    "r2": "higher",
-    "pearson": "higher",
-    "spearman": "higher",
-    "perplexity": "lower",
-    "exact_match": "higher",
-    "token_f1": "higher",
-    "chrf": "higher",
-    "rouge_l": "higher",
-    "json_valid": "higher",
+    **dict.fromkeys(LOWER, "lower"),
+    **dict.fromkeys((*OF_CLASSES, *OTHERS, *OF_TEXTS), "higher"),
 }
 "Whether higher or lower values of each metric are better."
 

@@ -22,15 +22,6 @@ from torchlake.errors import MissingExtra, UsageError, pip_install
 Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "targets"]
 GROUP = "torchlake.tasks"
 "The entry point group of tasks."
-ONE: dict[Kind, str] = {
-    "engines": "engine",
-    "strategies": "strategy",
-    "tasks": "task",
-    "runtimes": "runtime",
-    "sources": "source",
-    "targets": "target",
-}
-
 
 _given: dict[str, Any] = {}
 "Tasks given in Python, by name."
@@ -58,7 +49,7 @@ def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> 
     close = get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     own = " Give your own task in Python (task=), or install the package that has it." if kind == "tasks" else ""
-    return f"there is no {ONE[kind]} {name!r}.{hint}{own} {kind.capitalize()}: {', '.join(known)}."
+    return f"there is no {_one(kind)} {name!r}.{hint}{own} {kind.capitalize()}: {', '.join(known)}."
 
 
 def load(kind: Kind, name: str) -> Any:
@@ -77,7 +68,7 @@ def load(kind: Kind, name: str) -> Any:
         if error.name is None or error.name.startswith("torchlake"):
             raise
         raise MissingExtra(
-            f"The {ONE[kind]} {name!r} needs the library {error.name!r}, which is not installed: "
+            f"The {_one(kind)} {name!r} needs the library {error.name!r}, which is not installed: "
             f"{pip_install(f'torchlake[{name}]')}"
         ) from error
     return module.task if kind == "tasks" else module
@@ -130,6 +121,10 @@ def _from_entry_point(name: str) -> Any:
             "must be equal, because model folders store the name."
         )
     return task
+
+
+def _one(kind: Kind) -> str:
+    return "strategy" if kind == "strategies" else kind.removesuffix("s")
 
 
 def _package(kind: Kind) -> str:

@@ -245,20 +245,15 @@ class Ray(Engine):
             raise TableError("the Dataset has no rows.")
 
     def serve(self, build: Callable[[], Any], *, name: str, address: tuple[str, int], most: int, drain_s: float) -> Any:
-        """Run the ASGI app that `build` returns on `processes` replicas (default: 1); return a function that ends them.
-
-        See `_ray_serve.deploy`.
-        """
+        """Run the ASGI app of `build` on `processes` replicas, or on one; return a function that ends them."""
         from torchlake.engines._ray_serve import deploy
 
         self.join()
-        number = self.processes or 1
+        number, share = self.processes or 1, self._share(self._gpus(None))
         return deploy(
             build,
             name=name,
-            share=self._even(self._share(self._gpus(None)), number)
-            if not self.autoscaling
-            else self._share(self._gpus(None)),
+            share=share if self.autoscaling else self._even(share, number),
             replicas=number,
             autoscaling=self.autoscaling,
             address=address,

@@ -38,16 +38,9 @@ IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    CHAT_TEMPLATE,
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "*.model", CHAT_TEMPLATE,
+)  # fmt: skip
 # The layout of sentence-transformers: numbered folders hold pooling and what follows it.
 EMBEDDING_FILES = (*FILES, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
 DECIDING_FILES = (

@@ -78,7 +78,7 @@ def layer_scales(model: "nn.Module", decay: float | None) -> dict[str, float]:
 
 
 def freeze(model: "nn.Module", wanted: "Freeze | None") -> None:
-    """Train all parameters but those that `model.freeze` names. Raises ConfigError if these are none or all."""
+    """Train what `model.freeze` does not name. Raises ConfigError if it names nothing of the model, or everything."""
     if wanted is None:
         return
     names = frozen_names(model, wanted)

@@ -20,16 +20,9 @@ MASTER_FD = "TORCHLAKE_MASTER_FD"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 "For glibc: keep up to 4 GiB of freed memory. By default it asks the kernel for each large tensor again."
 RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    MASTER_FD,
-)
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID", MASTER_FD,
+)  # fmt: skip
 
 
 def child_environment(variables: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:

@@ -267,8 +267,7 @@ def split_row_groups(groups: Sequence[Segment], size: int, max_bytes: int = MAX_
 
 def split_text(file: SplitCandidates, size: int, max_bytes: int = MAX_BYTES) -> Iterator[Split]:
     """Make chunks of about equal rows from a text file's segments: at most `size` rows and, unless it is one segment,
-    `max_bytes`.
-    """
+    `max_bytes`."""
     total = sum(segment.rows for segment in file.segments)
     count = max(_ceil_div(total, size), _ceil_div(sum(segment.bytes for segment in file.segments), max_bytes))
     target = _ceil_div(total, count)

@@ -241,8 +241,13 @@ def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
 def _inspected(
     inspect: Callable[[SourceFile], "_File | DataError"], files: Sequence[SourceFile], spread: Spread
 ) -> Iterator["_File | DataError"]:
-    """Return the result for each file, in order; JSON lines are read by `spread`."""
-    size = _bytes_to_type(files)
+    """Return the result for each file, in order. JSON lines have to be read to find their types: `spread` does it."""
+    text = [
+        one.file
+        for one in files
+        if os.path.splitext(one.file.lower())[1] in (".jsonl", ".ndjson", ".json") and not is_url(one.file)
+    ]
+    size = sum(os.path.getsize(file) for file in text if os.path.exists(file))
     if size:
         return spread(inspect, files, size=size, name="find the types")
     return each_file(inspect, files, remote=any(is_url(one.file) for one in files))
@@ -338,16 +343,6 @@ def _check_widened(file: str, columns: Sequence[pa.Field], table: pa.Schema) -> 
                 f"{file}: the column {one.name!r} is {one.type}, but {kind} in the table. Rewrite the file, or leave "
                 "the column out."
             )
-
-
-def _bytes_to_type(files: Sequence[SourceFile]) -> int:
-    """Return the number of bytes that are read to find the columns' types: only JSON lines have to be read."""
-    text = [
-        one.file
-        for one in files
-        if os.path.splitext(one.file.lower())[1] in (".jsonl", ".ndjson", ".json") and not is_url(one.file)
-    ]
-    return sum(os.path.getsize(file) for file in text if os.path.exists(file))
 
 
 def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:

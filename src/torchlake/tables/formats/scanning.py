@@ -65,10 +65,7 @@ def ranges_of(file: str, format: str, dialect: Dialect, size: int, segment_rows:
 
 
 def scan_range(part: TextRange) -> Scanned:
-    """Scan the records that begin in a range, from its first line on, or from the first record of the file.
-
-    Raises TableError when the header cannot be read.
-    """
+    """Scan the records that begin in a range, from its first line on. Raises TableError for a bad header."""
     source, lines = open_lines(part.file, part.dialect)
     with source:
         width = None

@@ -73,10 +73,7 @@ def load_table(name: TableName) -> Any:
 
 @contextmanager
 def opened_catalog(name: TableName) -> Iterator[Any]:
-    """Open the pyiceberg catalog of a table until the end of the block.
-
-    Raises TableError when it cannot be opened, MissingExtra when a library is not installed.
-    """
+    """Open the pyiceberg catalog of a table until the end of the block. Raises TableError and MissingExtra."""
     _check_installed(name)
     from pyiceberg.catalog import load_catalog
 

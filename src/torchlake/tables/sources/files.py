@@ -67,7 +67,9 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
     if twice is not None:
         raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be read twice. Name it once.")
     base = _common(bases)
-    named = (InputPath(_name_in(base, file), file, listed, place) for file, listed, place in found)
+    named = (
+        InputPath(posixpath.relpath(file, base) if base else file, file, listed, place) for file, listed, place in found
+    )
     return [_check_utf8_name(one) for one in sorted(named, key=lambda one: (one.place, one.name))]
 
 
@@ -80,10 +82,7 @@ def open_source(source: StoredTable) -> SourceTable:
 
 
 def open_each(sources: Sequence[str | Path]) -> list[SourceTable]:
-    """Return a table for each input; files' names are relative to the folder that contains all inputs, so they differ.
-
-    Raises TableError as `open_source`.
-    """
+    """Return a table for each input; names are relative to the folder of all, so they differ. Raises TableError."""
     found = find(sources, is_table_file)
     refuse_lakehouse_tables([one.file for one in found if one.listed])
     listed = all(one.listed for one in found)
@@ -270,10 +269,6 @@ def _before_wildcard(path: str) -> str:
     parts = path.split("/")
     first = next(place for place, part in enumerate(parts) if WILDCARDS & set(part))
     return "/".join(parts[:first])
-
-
-def _name_in(base: str, file: str) -> str:
-    return posixpath.relpath(file, base) if base else file
 
 
 def _common(bases: list[str]) -> str:
