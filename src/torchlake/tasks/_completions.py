@@ -10,39 +10,18 @@ from typing import Any
 import numpy as np
 
 from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
-from torchlake.tasks._chat import read_messages
 from torchlake.tasks._rendering import Request, render
 
 Side = str | list[dict[str, Any]]
 "A prompt or a completion: text, or messages."
 
 
-def completion_ids(
-    tokenizer: Any,
-    prompt: Side,
-    completion: Side,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Return the tokens of a prompt, as ~id, and of its completion, which ends with the end token.
-
-    `options` are further variables of the chat template. Raises ValueError in words for a row error; see `row_error`.
-    """
-    asked, answer = (side if isinstance(side, str) else read_messages(side) for side in (prompt, completion))
-    [found] = all_completion_ids(tokenizer, [(asked, answer, tools)], options=options)
-    if isinstance(found, ValueError):
-        raise found
-    return found
-
-
 def all_completion_ids(
     tokenizer: Any,
     rows: Sequence[tuple[Side, Side, Sequence[Mapping[str, Any]] | None]],
-    *,
-    options: Mapping[str, Any] | None = None,
 ) -> list[list[int] | ValueError]:
-    """Return the same for many rows of prompt, completion and tools, or why a row has none; one request for each."""
+    """Return for rows of prompt, completion and tools the tokens of the prompt, as ~id, and of the completion, which
+    ends with the end token; or why a row has none, in words for `row_error`."""
     found: list[list[int] | ValueError] = [ValueError("it has no text")] * len(rows)
     texts, requests = dict[int, Rendered](), dict[int, Request]()
     for row, (prompt, completion, tools) in enumerate(rows):
@@ -50,7 +29,7 @@ def all_completion_ids(
             texts[row] = joined(prompt, completion)
             continue
         try:
-            requests[row] = request_of(prompt, completion, tools, options)
+            requests[row] = request_of(prompt, completion, tools)
         except (ValueError, RecursionError) as error:
             found[row] = ValueError(str(error))
     chats = dict[int, Rendered]()
@@ -88,12 +67,7 @@ def joined(prompt: str, completion: str) -> Rendered:
     return Rendered(whole, [(len(prompt), len(whole))], [len(prompt)])
 
 
-def request_of(
-    prompt: Side,
-    completion: Side,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Request:
+def request_of(prompt: Side, completion: Side, tools: Sequence[Mapping[str, Any]] | None = None) -> Request:
     """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer.
 
     Messages are as `read_messages` returns them.
@@ -102,7 +76,7 @@ def request_of(
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if not asked or not answer:
         raise ValueError("it is not a list of messages, or it is empty")
-    return Request(messages=[*asked, *answer], tools=tools, options=options or {}, first=len(asked))
+    return Request(messages=[*asked, *answer], tools=tools, first=len(asked))
 
 
 def ended(ids: np.ndarray, encoder: AnswerEncoder, *, turn: bool) -> np.ndarray:
