@@ -135,9 +135,9 @@ def _after_prompt(prompt: str, alone: str, text: str, start: int, message: Mappi
     places = [text.find(each, start) for each in said if each]
     before = text[: min((each for each in places if each >= 0), default=len(text))]
     size = bisect_left(range(len(prompt)), True, key=lambda first: prompt[first:] in before)
-    known = prompt[size:]
+    known, missing = prompt[size:], prompt[_common(prompt, alone) : size]
     place = before.rfind(known) + len(known)
-    return place if known.strip() and place > start and size <= _common(prompt, alone) else 0
+    return place if known.strip() and place > start and not missing.strip() else 0
 
 
 def _common(one: str, other: str) -> int:
