@@ -205,26 +205,30 @@ def main() -> None:
     options = options_parser.parse_args()
     os.environ.update(ONE_THREAD)
     HOME.mkdir(parents=True, exist_ok=True)
-    rows: list[Result] = []
+    # A part of the measurements joins those of earlier calls, so that the whole need not run at once.
+    parts = HOME / "parts.json"
+    part = bool(options.only) or len(options.shapes) < len(SHAPES)
+    rows: dict[str, list[Result]] = json.loads(parts.read_text()) if part and parts.exists() else {}
     for shape in SHAPES:
         model = HOME / shape.name
         if not (model / "tokenizer.json").exists():
             build_model(model, shape.name)
         for what, measure in (("answers", answers), ("pairs", pairs)):
             if shape.name in options.shapes and (not options.only or what in options.only):
-                rows += measure(shape, str(model), options.rounds)
+                rows[f"{shape.name} {what}"] = measure(shape, str(model), options.rounds)
     if not options.only or "rendering" in options.only:
         table = HOME / "rendering.parquet"
         pq.write_table(pa.Table.from_pylist(conversations(options.conversations)), table)
         setup = {"model": str(HOME / "two-layers"), "table": str(table)}
         contenders = [("datasets.map", peer, "render", setup), ("torchlake", render, "render", setup)]
-        rows += rows_of("conversations rendered", contenders, options.rounds)
+        rows["rendering"] = rows_of("conversations rendered", contenders, options.rounds)
+    parts.write_text(json.dumps(rows))
     note = (
         f"conversations and pairs of mixed length, at most {LENGTH} tokens; fp32, AdamW, one thread; tokens learned, "
         f"pairs or conversations per CPU second, best of {options.rounds}; ratios to the first row of each kind"
     )
-    whole = not options.only and len(options.shapes) == len(SHAPES)
-    finish("sft", rows, as_json=options.json, note=note, keep=whole)
+    whole = len(rows) == 2 * len(SHAPES) + 1
+    finish("sft", [row for kind in sorted(rows) for row in rows[kind]], as_json=options.json, note=note, keep=whole)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ from torchlake.engines import DEFAULT_RESOURCES, Engine, Resources, Worker
 from torchlake.models import load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
+from torchlake.tasks._chat import read_messages
+from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._pretrained import base_model
 
 GOOD = "good great fine lovely superb brilliant charming warm funny moving".split()  # noqa: SIM905
@@ -263,6 +265,15 @@ def language_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", model_max_length=128)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def completion_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
+    """The tokens of a prompt, as ~id, and of its completion; both are text or messages."""
+    sides = [side if isinstance(side, str) else read_messages(side) for side in (prompt, completion)]
+    [found] = all_completion_ids(tokenizer, [(sides[0], sides[1], None)])
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def build_language_model(

@@ -122,18 +122,26 @@ def test_a_pipeline_of_ones_own_scores_every_row(
 
 @pytest.mark.slow  # two jobs on Ray, and DeepSpeed's import in every rank
 @pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("columns", ["text", "prompt completion", "messages"])
 def test_a_language_model_learns_under_zero_3_and_completes_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny.build_language_model(tmp_path / "model")
-    pq.write_table(tiny.reviews(200).select(["text"]), tmp_path / "lines.parquet")
+    model, texts = tiny.build_language_model(tmp_path / "model"), tiny.reviews(200)["text"].to_pylist()
+    name, *completion = columns.split()
+    chats = [[{"role": "user", "content": "say"}, {"role": "assistant", "content": text}] for text in texts]
+    table = {"text": texts, "prompt": texts, "completion": [f" {text}" for text in texts], "messages": chats}
+    pq.write_table(pa.table({column: table[column] for column in columns.split()}), tmp_path / "lines.parquet")
     words = ["--prompts", "a good", "the bad film", "--epochs", "3", "--block", "32", "--batch-size", "8"]
+    words += ["--text", name, *(["--completion", *completion] if completion else [])]
     for _ in range(2):  # the second time there is nothing left to train
         run_example("ray_generation", monkeypatch, model, tmp_path / "lines.parquet", tmp_path / "out", *words)
         out = capsys.readouterr().out
     assert "perplexity" in out
     written = pq.read_table(tmp_path / "out" / "completed").to_pylist()
-    assert [row["text"] for row in written] == ["a good", "the bad film"]
+    asked = ["a good", "the bad film"]
+    assert [row[name] for row in written] == (
+        [[{"role": "user", "content": text}] for text in asked] if name == "messages" else asked
+    )
     assert all(row["error"] is None and row["generated_text"] in out for row in written)
     (newest, *_) = sorted((tmp_path / "out" / "run" / "checkpoints").iterdir(), reverse=True)
     assert len(list(newest.glob("*.safetensors"))) >= 2, "every rank wrote its own part"

@@ -46,7 +46,7 @@ def divide(job: Job, classes: np.ndarray | None, hashes: Words) -> Division:
 
     `hashes` (N, C + 1) are those of the input columns and of the target, `classes` (N,) int64 those of a stratified
     split. Rows with the same inputs, or pairs of answers to the same prompt, stay on one side; `deduplicate` leaves out
-    rows whose inputs and target an earlier row has. Raises the errors of `hold_out`.
+    rows whose inputs and target an earlier row has. Raises the errors of `order.split` and `fold`.
     """
     kept, share = np.arange(len(hashes)), job.data.validation
     if job.data.deduplicate and (first := first_rows(combined(hashes))) is not None:
@@ -56,7 +56,10 @@ def divide(job: Job, classes: np.ndarray | None, hashes: Words) -> Division:
     inputs = hashes[kept, : 1 if job.task == "preference" and job.data.text else -1]
     same = first_rows(combined(inputs))
     own = None if classes is None else classes[kept]
-    training, held_out = order.hold_out(len(kept), share, job.train.seed, own, same)
+    if isinstance(share, Fold):
+        training, held_out = order.fold(len(kept), share.fold, share.folds, job.train.seed, own, same)
+    else:
+        training, held_out = order.split(len(kept), share.fraction, job.train.seed, own, same)
     return kept[training], kept[held_out]
 
 

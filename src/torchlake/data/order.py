@@ -15,7 +15,6 @@ Random numbers are the raw output of Philox, a counter-based generator whose str
 
 import numpy as np
 
-from torchlake.config.sections.data import Fold, Fraction
 from torchlake.errors import DataError
 
 WINDOW_BATCHES = 32
@@ -121,22 +120,6 @@ def fold(
     held_out[dealt[number - 1 :: folds]] = True
     held_out = held_out if first is None else held_out[first]
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
-
-
-def hold_out(
-    rows: int,
-    share: Fraction | Fold,
-    seed: int,
-    classes: np.ndarray | None = None,
-    first: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training rows and the validation rows of a table, as `data.validation` says.
-
-    Raises the errors of `split` and `fold`.
-    """
-    if isinstance(share, Fold):
-        return fold(rows, share.fold, share.folds, seed, classes, first)
-    return split(rows, share.fraction, seed, classes, first)
 
 
 def _rows_beside_one_input(classes: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def check_fields(task: Any, spec: TaskSpec) -> list[pa.Field]:
     ]
 
 
-def _usable_rows(
+def usable_rows(
     task: Any, table: pa.Table, unreadable: Mapping[int, str], spec: TaskSpec, *, bad_rows: str
 ) -> tuple[np.ndarray, Inputs, pa.Array | None, dict[int, str]]:
     """Return the rows (M,) int64 that have inputs and a label, these, and {row: reason} for the others.
@@ -189,7 +189,7 @@ def make_examples(
 
     With `bad_rows="error"` nothing is made if any row has an error. Raises DataError for labels of the wrong type.
     """
-    rows, inputs, wanted, errors = _usable_rows(task, table, unreadable, spec, bad_rows=bad_rows)
+    rows, inputs, wanted, errors = usable_rows(task, table, unreadable, spec, bad_rows=bad_rows)
     features, targets = task.examples(inputs, wanted, processor, spec)
     if features.errors:
         errors |= {int(rows[row]): reason for row, reason in features.errors.items()}

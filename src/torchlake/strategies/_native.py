@@ -1,6 +1,6 @@
 """Functions of the strategies whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -86,19 +86,6 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tens
 def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Clear the gradients."""
     optimizer.zero_grad()
-
-
-def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """Return this rank's rows of sharded tensors, and an equal part of the replicated ones; not copied."""
-    tensors = format.untied(model.state_dict())
-    chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    return shards.local_shard(chosen, rank=group.rank, world_size=group.world_size)
-
-
-def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
-    """Return the same for the optimizer's tensors."""
-    tensors = format.optimizer_tensors(optimizer, names)
-    return shards.local_shard(tensors, rank=group.rank, world_size=group.world_size)
 
 
 def gathered_shard(like: Tensors, gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:

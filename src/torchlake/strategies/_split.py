@@ -1,9 +1,8 @@
-"""Functions of `fsdp` for layers that are split over ranks: their tensors are on a separate mesh.
+"""What strategies store of torch's own tensors, and functions of `fsdp` for layers that are split over ranks: their
+tensors are on a separate mesh.
 
     mesh ("shard", "tensor")    weights of split layers, by rows or columns over "tensor", then by rows over "shard"
     mesh ("shard",)             all other weights, equal on the ranks of "tensor"
-
-With one mesh they do what those of `_native` do.
 """
 
 import math
@@ -72,7 +71,8 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """Return the same as `_native`; tensors that are not split by rows alone are gathered, and stored whole."""
+    """Return this rank's rows of sharded tensors, and an equal part of the replicated ones, not copied; tensors that
+    are not split by rows alone are gathered, and stored whole."""
     tensors = format.untied(model.state_dict())
     return _stored({name: tensor for name, tensor in tensors.items() if name in wanted}, group)
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
-from torchlake.strategies import _native, _weights
+from torchlake.strategies import _native, _split, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -25,7 +25,7 @@ HOOKS: dict[str, Any] = {"fp16": default_hooks.fp16_compress_hook, "bf16": defau
 model_ranks = _native.model_ranks
 reduces_in_main_memory, backward, clip_norm = _native.reduces_in_main_memory, _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
-model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
+model_shard, optimizer_shard = _split.model_shard, _split.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:

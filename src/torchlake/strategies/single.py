@@ -8,7 +8,7 @@ from torch import nn
 
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
-from torchlake.strategies import _native
+from torchlake.strategies import _native, _split
 
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
@@ -17,7 +17,7 @@ model_ranks = _native.model_ranks
 receives = _native.receives
 backward, clip_norm = _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
-model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
+model_shard, optimizer_shard = _split.model_shard, _split.optimizer_shard
 
 
 def wrap(

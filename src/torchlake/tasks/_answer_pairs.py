@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import RowOptions
-from torchlake.tasks._chat import Names, looks_like_chats, read_messages, read_tools, row_error, system_of, with_system
+from torchlake.tasks._chat import (
+    Names,
+    looks_like_chats,
+    names_of,
+    read_messages,
+    read_tools,
+    row_error,
+    system_of,
+    with_system,
+)
 from torchlake.tasks._completions import all_completion_ids
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
@@ -34,15 +43,13 @@ class TokenPairs(NamedTuple):
     errors: dict[int, str]
 
 
-def tokenize_pairs(
-    tokenizer: Any, inputs: Inputs, how: RowOptions, length: int, names: Names | None = None
-) -> TokenPairs:
-    """Tokenize the columns of pairs in at most `length` tokens, as `how` says; `names` are those of messages.
+def tokenize_pairs(tokenizer: Any, inputs: Inputs, how: RowOptions, length: int) -> TokenPairs:
+    """Tokenize the columns of pairs in at most `length` tokens, as `how` says.
 
     Answers that are equal are the error `no_preference`, a blank one `null_input`.
     """
     columns = [inputs[name].to_pylist() if name in inputs else None for name in ("text", "chosen", "rejected", "tools")]
-    prompts, chosen, rejected, tools = columns
+    (prompts, chosen, rejected, tools), names = columns, names_of(how)
     assert chosen is not None, "a pair has two answers"
     assert rejected is not None, "a pair has two answers"
     found = TokenPairs([([], []) for _ in chosen], [0] * len(chosen), {})

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.tasks._tool_calls import check_written
+from torchlake.tasks._tool_calls import called, check_written
 
 Spans = Sequence[Sequence[int]]
 "Places in text: (first character, one past the last)."
@@ -95,13 +95,13 @@ def answers_in(
         start, fed = len(prompt), text.startswith(prompt)
         equal = equal and fed
         if not fed:
-            start = next(at for at, each in enumerate(prompt) if text[at : at + 1] != each)
-            if place := _after_prompt(prompt, text, start, messages[at]):
+            start, alone = _common(prompt, text), _alone(make, messages[:at])
+            if place := _after_prompt(prompt, alone, text, start, messages[at]):
                 moved = len(prompt) - place
                 own = [(max(len(prompt), begin + moved), stop + moved) for begin, stop in own]
                 start, text, fed = len(prompt), prompt + text[place:], True
-            else:
-                _check_beginning(make, messages[:at], text, start)
+            elif start < len(alone) and text[: start + 1] == alone[: start + 1]:
+                raise ValueError("the template changes the messages before an answer, once it is there")
         check_written(at + 1, messages[at], text[start:])
         spans = [each for each in own if each[1] > start] if marked else [(start, _stop(text, start, end))]
         if spans:
@@ -116,29 +116,34 @@ def answers_in(
     return [Rendered(whole, learned, [each.prompts[0] for each in found], len(messages))]
 
 
-def _after_prompt(prompt: str, text: str, start: int, message: Mapping[str, Any]) -> int:
+def _alone(make: Make, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages without the generation prompt; "" if the template wants an answer after them."""
+    with suppress(Exception):
+        return make(messages, False)[0]
+    return ""
+
+
+def _after_prompt(prompt: str, alone: str, text: str, start: int, message: Mapping[str, Any]) -> int:
     """Return where an answer begins in `text`, which differs from its prompt at `start`: after the longest end of the
-    prompt that is there before what the message says, if that is after `start`, else 0.
+    prompt that is there before what the message says. 0 if that is not after `start`, or not the whole generation
+    prompt, which is missing in `alone`.
 
     Templates that write a system text or tools into the last question give it other words once it is answered.
     """
-    said = (each.strip() for name, each in message.items() if name != "role" and isinstance(each, str))
+    said = [each.strip() for name, each in message.items() if name != "role" and isinstance(each, str)]
+    said += (name for names in called(message) for name in names)
     places = [text.find(each, start) for each in said if each]
     before = text[: min((each for each in places if each >= 0), default=len(text))]
     size = bisect_left(range(len(prompt)), True, key=lambda first: prompt[first:] in before)
-    known = prompt[size:]
+    known, missing = prompt[size:], prompt[_common(prompt, alone) : size]
     place = before.rfind(known) + len(known)
-    return place if known.strip() and place > start else 0
+    return place if known.strip() and place > start and not missing.strip() else 0
 
 
-def _check_beginning(make: Make, before: Sequence[Mapping[str, Any]], text: str, start: int) -> None:
-    """Raise ValueError if a prompt differs from the text with its answer before the answer's turn begins."""
-    try:
-        alone, _ = make(before, False)
-    except Exception:  # the template wants an answer after these messages
-        return
-    if start < len(alone) and text[: start + 1] == alone[: start + 1]:
-        raise ValueError("the template changes the messages before an answer, once it is there")
+def _common(one: str, other: str) -> int:
+    """Return how many characters two strings have in common at their beginning."""
+    differing = (at for at, (first, second) in enumerate(zip(one, other, strict=False)) if first != second)
+    return next(differing, min(len(one), len(other)))
 
 
 def _stop(text: str, start: int, end: End) -> int:

@@ -62,12 +62,15 @@ def names_of(rows: RowOptions) -> Names | None:
 
 def is_chat(kind: pa.DataType, names: Names | None = None) -> bool:
     """Return whether a column of this type holds conversations: lists of structs with the field `role`, or `from` and
-    `value` (ShareGPT), as strings; with `names`, those of the table."""
+    `value` (ShareGPT), as strings; with `names`, those of the table. A struct of lists, as datasets has sequences, too.
+    """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    lists = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
-    if not any(getattr(pa.types, one)(kind) for one in lists) or not pa.types.is_struct(kind.value_type):
+    if _is_list(kind) and pa.types.is_struct(kind.value_type):
+        fields = {one.name for one in kind.value_type if _is_word(one.type)}
+    elif pa.types.is_struct(kind):
+        fields = {one.name for one in kind if _is_list(one.type) and _is_word(one.type.value_type)}
+    else:
         return False
-    fields = {one.name for one in kind.value_type if _is_word(one.type)}
     known = ({OPENAI.role}, {SHAREGPT.role, SHAREGPT.content}) if names is None else ({names.role},)
     return any(each <= fields for each in known)
 
@@ -90,6 +93,8 @@ def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]
     """
     written = isinstance(value, str)
     messages = json.loads(value) if written else value
+    if isinstance(messages, dict) and all(isinstance(each, list) for each in messages.values()):
+        messages = [dict(zip(messages, each, strict=True)) for each in zip(*messages.values(), strict=True)]
     if not isinstance(messages, list) or not messages:
         raise ValueError("it is not a list of messages, or it is empty")
     read = [_message(number, each, names, written) for number, each in enumerate(messages, start=1)]
@@ -254,6 +259,11 @@ def render_chats(tokenizer: Any, requests: Mapping[int, Request], rows: int) -> 
         else:
             texts[row] = each[0].text
     return pa.array(texts, pa.string()), errors
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    lists = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    return any(getattr(pa.types, one)(kind) for one in lists)
 
 
 def _is_word(kind: pa.DataType) -> bool:

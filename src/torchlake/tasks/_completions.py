@@ -17,12 +17,11 @@ Side = str | list[dict[str, Any]]
 
 
 def all_completion_ids(
-    tokenizer: Any, rows: Sequence[tuple[Side, Side, Sequence[Mapping[str, Any]] | None]]
+    tokenizer: Any,
+    rows: Sequence[tuple[Side, Side, Sequence[Mapping[str, Any]] | None]],
 ) -> list[list[int] | ValueError]:
-    """Return for each row of prompt, completion and tools its tokens, or why it has none; one request for each.
-
-    A prompt's tokens are ~id, and a completion's end with the end token. Messages are as `read_messages` returns them.
-    """
+    """Return for rows of prompt, completion and tools the tokens of the prompt, as ~id, and of the completion, which
+    ends with the end token; or why a row has none, in words for `row_error`."""
     found: list[list[int] | ValueError] = [ValueError("it has no text")] * len(rows)
     texts, requests = dict[int, Rendered](), dict[int, Request]()
     for row, (prompt, completion, tools) in enumerate(rows):
@@ -68,11 +67,7 @@ def joined(prompt: str, completion: str) -> Rendered:
     return Rendered(whole, [(len(prompt), len(whole))], [len(prompt)])
 
 
-def request_of(
-    prompt: Side,
-    completion: Side,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> Request:
+def request_of(prompt: Side, completion: Side, tools: Sequence[Mapping[str, Any]] | None = None) -> Request:
     """Return the conversation of which the completion's turns are learned; a string is a turn of the user or answer.
 
     Messages are as `read_messages` returns them.

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from torchlake.errors import DataError
 from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
-from torchlake.tasks._tool_calls import CallForm, find_form
+from torchlake.tasks._tool_calls import Form, find_form, with_form
 
 CPU_S = 2.0
 "CPU seconds for one conversation; a long one takes a thousandth of this."
@@ -126,7 +126,7 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
     if not tokenizer.chat_template:
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    sources = [tokenizer.get_chat_template(tools=tools) for tools in (None, [])]  # with tools it may be another one
+    sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])]  # for tools it may be another
     template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special)], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
     found: list[list[Rendered] | ValueError] = []
@@ -219,7 +219,7 @@ class _Template:
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.end: tuple[str | None, str] | None = None
-        self.form: CallForm | None = None
+        self.form: Form | None = None
 
     def texts(self, request: Request) -> list[Rendered]:
         """Return what a request wants; see there."""
@@ -243,7 +243,7 @@ class _Template:
             self.form = self.form or find_form(
                 lambda some, tools: self.render(conversations=[some], tools=tools, **options)[0][0]
             )
-            messages = [self.form.written(message) for message in messages]
+            messages = [with_form(message, self.form) for message in messages]
         if request.want in ("prompt", "continue", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:

@@ -8,66 +8,64 @@ content      beside calls "", or null, without which some templates leave the ca
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
+Form = tuple[bool, bool]
+"Whether arguments are text, and whether content beside calls is null."
 NAME, KEY, VALUE = "sample_function", "sample_key", "SampleValue"
+CALL = {"id": "sample001", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}
+SAMPLE = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOOL = {"type": "object", "properties": {KEY: {"type": "string", "description": KEY}}, "required": [KEY]}
 TOOLS = [{"type": "function", "function": {"name": NAME, "description": NAME, "parameters": TOOL}}]
 MISWRITTEN = (f'\\"{KEY}', f"{{'{KEY}")
 "JSON in a string, and Python's form of an object."
 
 
-@dataclass(frozen=True)
-class CallForm:
-    """How a template wants calls."""
-
-    as_text: bool = False
-    null_content: bool = False
-
-    def written(self, message: Message) -> Message:
-        """Return a message with its calls in this form; one without calls as it is."""
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list) or not calls:
-            return message
-        content = None if self.null_content and message.get("content") == "" else message.get("content")
-        return {**message, "content": content, "tool_calls": [self._call(each) for each in calls]}
-
-    def _call(self, call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._call(call["function"])}
-        given = call.get("arguments")
-        if self.as_text and isinstance(given, Mapping):
-            return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
-        if not self.as_text and isinstance(given, str):
-            with suppress(ValueError, RecursionError):
-                read = json.loads(given)
-                return {**call, "arguments": read} if isinstance(read, dict) else call
-        return call
-
-
-def find_form(make: Callable[[Sequence[Message], Any], str]) -> CallForm:
+def find_form(make: Callable[[Sequence[Message], Any], str]) -> Form:
     """Return the first form in which a template writes a sample; `make` renders messages with tools."""
-    function = {"name": NAME, "arguments": {KEY: VALUE}}
-    call = {"id": "sample001", "type": "function", "function": function}
-    sample = {"role": "assistant", "content": "", "tool_calls": [call]}
-    for form in (CallForm(), CallForm(null_content=True), CallForm(as_text=True), CallForm(True, null_content=True)):
+    for form in ((False, False), (False, True), (True, False), (True, True)):
         with suppress(Exception):  # a template may raise anything
-            text = make([{"role": "user", "content": "Hi"}, form.written(sample)], TOOLS)
-            text = text.rpartition("Hi")[2]
+            text = make([{"role": "user", "content": "Hi"}, with_form(SAMPLE, form)], TOOLS).rpartition("Hi")[2]
             if KEY in text and VALUE in text and not any(each in text for each in MISWRITTEN):
                 return form
-    return CallForm()
+    return False, False
+
+
+def with_form(message: Message, form: Form) -> Message:
+    """Return a message with its calls in a form; one without calls as it is."""
+    calls, (as_text, null_content) = message.get("tool_calls"), form
+    if not isinstance(calls, list) or not calls:
+        return message
+    content = None if null_content and message.get("content") == "" else message.get("content")
+    return {**message, "content": content, "tool_calls": [_call(each, as_text) for each in calls]}
+
+
+def _call(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], as_text)}
+    given = call.get("arguments")
+    if as_text and isinstance(given, Mapping):
+        return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+    with suppress(ValueError, RecursionError, TypeError):
+        if not as_text and isinstance(read := json.loads(given), dict):
+            return {**call, "arguments": read}
+    return call
+
+
+def called(message: Message) -> list[list[str]]:
+    """Return the name and id of each call of a message."""
+    found = []
+    for call in (each for each in message.get("tool_calls") or () if isinstance(each, Mapping)):
+        function = call["function"] if isinstance(call.get("function"), Mapping) else call
+        found.append([each for each in (function.get("name"), call.get("id")) if each and isinstance(each, str)])
+    return [names for names in found if names]
 
 
 def check_written(number: int, message: Message, answer: str) -> None:
     """Raise ValueError if an answer lacks a call of its message, whose number is `number`."""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        known = [each for each in (name, call.get("id")) if isinstance(each, str)] if name else []
-        if known and not any(each in answer for each in known):
-            raise ValueError(f"message {number} calls {name!r}, and the template does not write tool calls")
+    for names in called(message):
+        if not any(name in answer for name in names):
+            raise ValueError(f"message {number} calls {names[0]!r}, and the template does not write tool calls")

@@ -208,7 +208,8 @@ def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, l
     """Return rows as sequences of at most `length` tokens; `learn` is `all`, `answers` or `last`."""
     making = _Making(encoder=AnswerEncoder.of(tokenizer), length=length, too_long=options.too_long)
     texts, requests = _rows_of(inputs, options, making.errors, learn)
-    measured = {row: each for row, each in requests.items() if _turns(each) > MOST_TURNS and learn == "answers"}
+    turns = {row: sum(one["role"] == "assistant" for one in each.messages) for row, each in requests.items()}
+    measured = {row: requests[row] for row, count in turns.items() if count > MOST_TURNS and learn == "answers"}
     making.texts(texts)
     making.chats({**requests, **{row: replace(each, want="whole") for row, each in measured.items()}})
     again = dict[int, Request]()
@@ -268,10 +269,6 @@ def _is_chat(completion: Any, names: Names | None) -> bool:
     if not isinstance(completion, str):
         return True
     return completion.lstrip()[:1] == "[" and looks_like_chats([completion], names)
-
-
-def _turns(request: Request) -> int:
-    return sum(message["role"] == "assistant" for message in request.messages)
 
 
 def _finished(making: _Making, row: int) -> list[_Sequence]:

@@ -87,7 +87,7 @@ class Preference(TextGeneration):
         """Return the tokens of pairs, the chosen one first; those of texts, if there are no answers."""
         if "chosen" not in inputs:
             return text_features(documents(processor, inputs["text"].to_pylist())), None
-        found, cut, errors = tokenize_pairs(processor, inputs, spec.rows, spec.max_length, names_of(spec.rows))
+        found, cut, errors = tokenize_pairs(processor, inputs, spec.rows, spec.max_length)
         answers = [np.array(answer, np.int32) for pair in found for answer in pair]
         lengths = np.array([len(answer) for answer in answers], np.int64).reshape(-1, 2)
         predicted = np.array([(answer[1:] >= 0).sum() for answer in answers]).reshape(-1, 2)

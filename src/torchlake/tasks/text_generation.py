@@ -13,6 +13,7 @@ becomes an error row.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import Problem, TaskSpec
 from torchlake.data.features import Features, text_features
+from torchlake.errors import DataError
 from torchlake.tables.arrays import from_strings, is_blank, is_text, nulls_as_empty
 from torchlake.tasks import EXTRA, NO_TARGET, PROMPT, TEXT, Inputs
 from torchlake.tasks._chat import NAMES, is_chat, looks_like_chats, names_of, read_chats, render_chats
@@ -93,6 +95,16 @@ class TextGeneration(WritingTask):
     packs = True
     directions = {"loss": "lower", "perplexity": "lower"}
     default_metric = dict.fromkeys(PROBLEMS.values(), "perplexity")
+
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return the tokenizer. Raises DataError if it lacks the end token with which texts are learned to end."""
+        tokenizer = super().load_processor(folder, spec, scoring=scoring)
+        if not scoring and tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{folder}: its tokenizer has no end token, which every text that is learned ends with. Name one as "
+                "eos_token in tokenizer_config.json."
+            )
+        return tokenizer
 
     def holds_chats(self, kind: pa.DataType, spec: TaskSpec) -> bool:
         """Return whether a column of this type holds conversations; in columns of JSON text they are found by rows."""

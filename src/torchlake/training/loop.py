@@ -52,7 +52,7 @@ from torchlake.training.rows import (
 )
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, largest_batch, read_step, train_step, try_largest
-from torchlake.training.validation import validate_and_save
+from torchlake.training.validation import validate_model
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +182,7 @@ def train_loop(
             if validation is not None and validate_now:
                 outcome = None
                 if not votes.stop:  # else it could take longer than a cluster's grace period
-                    rows = validation, prompts
-                    outcome = validate_and_save(settings, state, progress, rows, stop_requested, writer)
+                    outcome = validate_model(settings, state, progress, (validation, prompts), stop_requested, writer)
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:

@@ -65,7 +65,7 @@ def validate(
     return found
 
 
-def validate_and_save(
+def validate_model(
     settings: RankSettings,
     state: TrainState,
     progress: TrainProgress,

@@ -16,7 +16,7 @@ from sweeps import sweep
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.features import Features
 from torchlake.tasks import _chat
-from torchlake.tasks._completions import all_completion_ids, turn_end
+from torchlake.tasks._completions import turn_end
 from torchlake.tasks._whole_rows import whole_rows
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
@@ -224,23 +224,16 @@ def test_the_end_token_of_a_turn_is_found(name: str, end: str) -> None:
     assert turn_end(made) is None
 
 
-def completion_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
-    [found] = all_completion_ids(tokenizer, [(prompt, completion, None)])
-    if isinstance(found, ValueError):
-        raise found
-    return found
-
-
 def test_a_completion_is_learned_up_to_its_end_token() -> None:
     made = tokenizer("chatml", marked=False)
-    ids = completion_ids(made, "good ?", " yes")
+    ids = tiny.completion_ids(made, "good ?", " yes")
     assert [token if token >= 0 else ~token for token in ids] == made("good ? yes")["input_ids"] + [made.eos_token_id]
     assert [token for token in ids if token >= 0] == made(" yes")["input_ids"] + [made.eos_token_id]
     chat = conversation("good ?", "yes")
-    assert answers([completion_ids(made, chat[:1], chat[1:])]) == answers(sequences(rows_of(made, chat)))
-    assert completion_ids(made, chat[:1], "yes") == completion_ids(made, chat[:1], chat[1:])
+    assert answers([tiny.completion_ids(made, chat[:1], chat[1:])]) == answers(sequences(rows_of(made, chat)))
+    assert tiny.completion_ids(made, chat[:1], "yes") == tiny.completion_ids(made, chat[:1], chat[1:])
     with pytest.raises(ValueError, match="no turn of the assistant"):
-        completion_ids(made, chat[:1], chat[:1])
+        tiny.completion_ids(made, chat[:1], chat[:1])
 
 
 def test_an_answer_after_other_tokens_than_predicts_is_counted() -> None:
@@ -296,6 +289,18 @@ def test_nulls_that_fill_structs_are_removed_at_every_depth(arguments: list[Any]
     read = [_chat.read_messages(value) for value in column.to_pylist()]
     assert [each[1]["tool_calls"][0]["function"]["arguments"] for each in read] == arguments
     assert [each[1]["content"] for each in read] == [""] * len(read)
+
+
+def test_a_struct_of_lists_is_a_list_of_messages() -> None:
+    """As datasets stores a sequence of several fields."""
+    chat = [{"role": "user", "content": "good ?"}, {"role": "assistant", "content": "yes"}]
+    column = pa.array([{name: [each[name] for each in chat] for name in ("role", "content")}])
+    assert _chat.is_chat(column.type)
+    assert _chat.read_messages(column[0].as_py()) == chat
+    assert not _chat.is_chat(pa.struct([("role", pa.string()), ("content", pa.list_(pa.string()))]))
+    for bad in ({}, {"role": "user"}, {"role": ["user"], "content": []}):
+        with pytest.raises(ValueError, match="it is not a list of messages|shorter"):
+            _chat.read_messages(bad)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +416,7 @@ def test_the_end_of_a_turn_has_several_tokens_or_none() -> None:
         made.chat_template = turn.replace("END", end)
         chat = conversation("a", content)
         assert made.decode(answers(sequences(rows_of(made, chat)))[0][1]) == learned
-        assert made.decode([one for one in completion_ids(made, chat[:1], chat[1:]) if one >= 0]) == learned
+        assert made.decode([one for one in tiny.completion_ids(made, chat[:1], chat[1:]) if one >= 0]) == learned
 
 
 def test_a_row_with_tools_has_the_template_for_them() -> None:

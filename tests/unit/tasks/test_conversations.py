@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.tables.record import read_commit
 from torchlake.tables.sources._options import ReadOptions
-from torchlake.tasks._completions import all_completion_ids
 
 SAID = ("good ?", "yes , all of it", "a film that we like", "it was boring", "is it fun ?", "no")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -76,8 +76,7 @@ def test_messages_and_tools_are_found_and_learned_without_marks(tmp_path: Path, 
     for chat in chats():
         row: list[int] = []
         for at in range(0, len(chat), 2):
-            [made] = all_completion_ids(tokenizer, [(chat[: at + 1], chat[at + 1 : at + 2], None)])
-            assert isinstance(made, list)
+            made = tiny.completion_ids(tokenizer, chat[: at + 1], chat[at + 1 : at + 2])
             row += made[len(row) :]
             row = row[:-1] if at + 2 < len(chat) else row
         alone.append(row)
@@ -123,8 +122,7 @@ def test_the_loss_is_over_the_completion(form: str, tmp_path: Path, tiny_gpt2: P
         prompts = [f"{row['ask']}\n{row['more'] or ''}\n:" for row in rows]
     else:
         prompts = [row["prompt"] for row in rows]
-    asked_rows = [(prompt, row["answer"], None) for prompt, row in zip(prompts, rows, strict=True)]
-    alone: list[Any] = all_completion_ids(tokenizer, asked_rows)
+    alone = [tiny.completion_ids(tokenizer, prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
     assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
     model = tmp_path / "run" / "model"
     found = tl.evaluate(model, tmp_path / "table.parquet", engine=tiny.Here())
@@ -203,6 +201,15 @@ def test_a_row_without_any_of_its_texts_is_an_error(tmp_path: Path, tiny_gpt2: P
     table = pa.table({"ask": ["good ?", None, "fun ?"], "more": ["a film", " ", None]})
     prepared(tmp_path, tiny_gpt2, table, bad_rows="drop", text=["ask", "more"])
     assert pq.read_table(tmp_path / "tokens")["error"].to_pylist() == [None, "null_input", None]
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path, tiny_gpt2: Path) -> None:
+    shutil.copytree(tiny_gpt2, tmp_path / "base")
+    settings = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text())
+    settings["pad_token"] = settings.pop("eos_token")
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="base: its tokenizer has no end token"):
+        prepared(tmp_path, tmp_path / "base", pa.table({"text": ["good ?"]}))
 
 
 @pytest.mark.slow

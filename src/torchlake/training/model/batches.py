@@ -85,11 +85,12 @@ class BatchMaker:
         batch of the step."""
         tokens, numbers = rows.table.tokens, rows.numbers[positions]
         assert isinstance(tokens, packing.Blocks | bins.Bins), "rows are packed"
-        lengths, whole = tokens.lengths_of(numbers), isinstance(tokens, bins.Bins)
+        lengths = tokens.lengths_of(numbers)
         width = int(lengths.max(initial=0))
-        starts = tokens.positions_of(numbers) if whole else np.tile(np.arange(width), (len(lengths), 1))
-        texts = texts_of(starts, lengths, positions, unpacked=whole and not self.isolates)
-        joined = whole and self.isolates and self.one_line
+        whole = tokens.positions_of(numbers) if isinstance(tokens, bins.Bins) else None
+        starts = np.tile(np.arange(width), (len(lengths), 1)) if whole is None else whole
+        texts = texts_of(starts, lengths, positions, unpacked=whole is not None and not self.isolates)
+        joined = whole is not None and self.isolates and self.one_line
         return [(0, line * width + first, length, key) for line, first, length, key in texts] if joined else texts
 
     def _make(self, rows: Rows, numbers: np.ndarray) -> ModelBatch:
@@ -109,13 +110,13 @@ class BatchMaker:
             ids, mask = tokens.unpacked(numbers, pad_id)
         else:
             ids, mask = tokens.padded(numbers, pad_id)
-        packed = isinstance(tokens, bins.Bins) and self.isolates
-        inputs = self._inputs(packing.input_ids_of(ids), mask, tokens.positions_of(numbers) if packed else None)
+        packed = tokens.positions_of(numbers) if isinstance(tokens, bins.Bins) and self.isolates else None
+        inputs = self._inputs(packing.input_ids_of(ids), mask, packed)
         targets = self.task.targets(ids, mask).reshape(inputs["input_ids"].shape)
         if self.chunked:  # found here, where it does not make the host wait for the device
             places = np.flatnonzero(targets != NO_TARGET)
             inputs |= {"places": places, "targets": targets.ravel()[places]}
-        return ModelBatch(inputs, targets, packed)
+        return ModelBatch(inputs, targets, packed is not None)
 
     def _paired(self, rows: Rows, numbers: np.ndarray) -> ModelBatch:
         with_prompts = self.spec.preference["loss"] == "orpo"

@@ -85,15 +85,15 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
             strategy.restore(optimizer, names, tensors)
         log.info("continuing after step %d from %s", progress.step, saved)
     limit_file = Path(settings.run) / MICRO_BATCH
+    filler = dict(probes.batches(task, made, processor, spec)[0])
+    common: Any = {"task": task, "spec": spec, "processor": processor, "chunked": shared.after_head is not None}
     return TrainState(
+        **common,
         group=group,
-        task=task,
         strategy=strategy,
-        spec=spec,
         model=model,
         module=module,
         config=config,
-        processor=processor,
         optimizer=optimizer,
         names=names,
         stored=stored,
@@ -103,16 +103,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
         limit_file=limit_file,
-        batches=BatchMaker(
-            task=task,
-            spec=spec,
-            processor=processor,
-            filler=dict(probes.batches(task, made, processor, spec)[0]),
-            isolates=shared.isolates,
-            one_line=job.model.attention == "flash",
-            chunked=shared.after_head is not None,
-        ),
-        chunked=shared.after_head is not None,
+        batches=BatchMaker(**common, filler=filler, isolates=shared.isolates, one_line=job.model.attention == "flash"),
         noise=None if train.neftune is None else EmbeddingNoise(base, alpha=train.neftune, seed=train.seed),
         equal_lengths=shared.equal_lengths,
     ), progress
