@@ -89,7 +89,7 @@ def writes_text(model: str | Path, task: str) -> UsageError:
 def routes(*, page: bool) -> list[Route]:
     """Return all routes."""
     predict, health = os.environ.get("AIP_PREDICT_ROUTE"), os.environ.get("AIP_HEALTH_ROUTE")
-    found = [
+    found: list[Route] = [
         ("/invocations", "POST", rows.invocations, rows.SCHEMA),
         *tei.routes(),
         ("/", "POST", hub.root, {"application/json": {"schema": hub.RootBody.model_json_schema()}}),
@@ -262,7 +262,7 @@ async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) ->
 
 async def _never() -> None:
     """Wait until it is canceled: routes have the body from the exchange, and `_gone` waits for the end."""
-    await asyncio.Future()
+    await asyncio.get_running_loop().create_future()
 
 
 def _headers(used: ServedRequest) -> list[tuple[bytes, bytes]]:

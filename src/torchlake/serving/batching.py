@@ -46,7 +46,7 @@ class Call:
         return self._next == 0 and not self._pieces
 
     def take(self, room: int, *, at_least: int) -> np.ndarray:
-        """Return the next rows (B,) that cost at most `room`, longest first if not all do, but `at_least` so many."""
+        """Return the next rows (B,) that cost at most `room`, longest first if not all do; `at_least`: their number."""
         if self._order is None:
             whole = self.tokens <= room
             self._order = np.arange(len(self.costs)) if whole else np.argsort(-self.costs, kind="stable")

@@ -35,20 +35,22 @@ class ServeOptions:
         131_072
     )
     queue_timeout: Annotated[
-        float, _serving("SECONDS", "Time in queues after which a request gets 503.", min=0.001)
+        float, _serving("SECONDS", "Seconds in queues after which a request gets 503.", min=0.001)
     ] = 30.0
     row_timeout: Annotated[
         float,
         _serving(
             "SECONDS",
-            "Time of reading or of a batch after which its rows are errors, and the process ends with 70.",
+            "Seconds of reading rows or of a batch after which they fail, and the process ends with 70.",
             min=0.001,
         ),
     ] = 600.0
-    read_timeout: Annotated[float, _serving("SECONDS", "Time for headers and body to arrive.", min=0.001)] = 10.0
-    drain_delay: Annotated[float, _serving("SECONDS", "After SIGTERM, accept connections this long.", min=0)] = 0.0
+    read_timeout: Annotated[float, _serving("SECONDS", "Seconds for headers and body to arrive.", min=0.001)] = 10.0
+    drain_delay: Annotated[
+        float, _serving("SECONDS", "Seconds after SIGTERM in which connections are accepted.", min=0)
+    ] = 0.0
     drain_timeout: Annotated[
-        float, _serving("SECONDS", "After SIGTERM, answer accepted requests this long.", min=0)
+        float, _serving("SECONDS", "Seconds after SIGTERM in which accepted requests are answered.", min=0)
     ] = 25.0
     truncate: bool = True
     "Whether longer texts are truncated; if not, they are refused."

@@ -45,7 +45,7 @@ from torchlake.serving.options import ServeOptions
 log = logging.getLogger(__name__)
 
 LASTS_S = 10.0
-"Seconds after which a process that has served and ends was no failed start."
+"Seconds of a process that has served, before which its end counts as a failed start."
 LONGEST_WAIT_S = 60.0
 PERMANENT = (2, 64, 65, 77)
 "Exit codes of a process that would end again."
@@ -181,7 +181,7 @@ def _supervise(
 ) -> int:
     """Start the processes, and again those that end by themselves; return the worst exit code after a signal.
 
-    Ends also if none of them can be started, or the first start of one fails for good.
+    Ends, too, if none of them can be started, or the first start of one fails for good.
     """
     due: dict[int, float] = dict.fromkeys(range(processes), 0.0)
     began: dict[int, float] = {}

@@ -64,11 +64,12 @@ async def root(request: Request) -> Response:
             return reply(await similarity(used, checked(SimilarityBody, given)))
         return reply(await embed(used, checked(EmbedBody, given)))
     body = checked(RootBody, given)
-    answer, kind = {
+    answers: dict[str, tuple[Any, type[Body]]] = {
         "token_classification": (_spans, SpanParameters),
         "question_answering": (_answers, AnswerParameters),
         "zero_shot_classification": (_named, NameParameters),
-    }.get(task, (_all_classes, ClassParameters))
+    }
+    answer, kind = answers.get(task, (_all_classes, ClassParameters))
     options: Any = checked(kind, body.parameters or {}, "parameters")
     return reply(await answer(used, body, options))
 
