@@ -49,9 +49,9 @@ def _call(call: Any, as_text: bool) -> Any:
     given = call.get("arguments")
     if as_text and isinstance(given, Mapping):
         return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
-    with suppress(ValueError, RecursionError, TypeError):
-        if not as_text and isinstance(read := json.loads(given), dict):
-            return {**call, "arguments": read}
+    if not as_text and isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            return {**call, "arguments": read} if isinstance(read := json.loads(given), dict) else call
     return call
 
 
