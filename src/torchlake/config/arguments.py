@@ -2,6 +2,7 @@
 
 import json
 import numbers
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,7 +44,7 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
     check_arguments(given, known)
 
 
-def read_named(option: str, path: str | Path) -> str:
+def read_named(option: str, path: str | os.PathLike[str]) -> str:
     """Return the text of a file that an option names. Raises UsageError."""
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -52,7 +53,7 @@ def read_named(option: str, path: str | Path) -> str:
         raise UsageError(f"{option}: {path}: cannot be read: {reason}") from None
 
 
-def read_named_json(option: str, path: str | Path) -> Any:
+def read_named_json(option: str, path: str | os.PathLike[str]) -> Any:
     """Return the value in a JSON file that an option names. Raises UsageError."""
     text = read_named(option, path)
     try:
@@ -79,6 +80,7 @@ def _out_of_range(value: Any, annotation: Any) -> str | None:
     option = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Option)), None)
     if option is None or not isinstance(value, numbers.Real):
         return None
-    if option.min is not None and not value >= option.min:
+    number = float(value)
+    if option.min is not None and not number >= option.min:
         return f"must be at least {option.min:g}, got {value}"
-    return None if option.max is None or value <= option.max else f"must be at most {option.max:g}, got {value}"
+    return None if option.max is None or number <= option.max else f"must be at most {option.max:g}, got {value}"

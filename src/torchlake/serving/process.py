@@ -209,7 +209,8 @@ def _supervise(
             continue
         served = (Path(metrics) / f"gauge_livesum_{child.pid}.db").exists()
         mark_process_dead(child.pid, metrics)  # type: ignore[no-untyped-call]
-        code, number = (128 - value if value < 0 else value), child.number
+        code: int = 128 - value if value < 0 else value
+        number = child.number
         lasted = served and time.monotonic() - began[number] > LASTS_S
         failed[number] = 0 if lasted else failed[number] + 1
         wait = min(2.0 ** failed[number] - 1, LONGEST_WAIT_S)
