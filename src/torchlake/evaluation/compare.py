@@ -26,7 +26,7 @@ from torchlake.display import Shown, Table, plain, shown
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
-from torchlake.evaluation.sections.aligned import aligned
+from torchlake.evaluation.sections.aligned import FailedRows, aligned
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
@@ -80,8 +80,8 @@ class Comparison:
     differences: tuple[Difference, ...]
     pairs: tuple[Mapping[str, Any], ...]
     "For each further model: agreement, rows won and lost, the p value of McNemar's test and Holm's correction of it."
-    failed: tuple[Mapping[str, Any], ...] = ()
-    "Of each model with rows that are left out: their number, errors by reason, and the first ones."
+    failed: tuple[FailedRows, ...] = ()
+    "Of each model that failed on rows: these, which are left out."
     report: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     "Of runs: the settings that differ, the seconds and the curves."
@@ -100,7 +100,7 @@ class Comparison:
             names = ("model", "agreement", "won", "lost", "p")
             tables.append([names, *(tuple(pair.get(name) for name in names) for pair in self.pairs)])
         if self.failed:
-            rows = [(one["model"], one["rows"], ", ".join(format_reasons(one["errors"]))) for one in self.failed]
+            rows = [(one.model, one.rows, ", ".join(format_reasons(one.errors))) for one in self.failed]
             tables.append([("model", "rows left out", "because of"), *rows])
         return f"{len(self.models)} models, {self.rows:,} rows, {self.left_out:,} left out", tables
 

@@ -34,8 +34,6 @@ FACTS, PAGE, STAGING = "eval.json", "eval.html", ".evaluating"
 LEASE_S = 60.0
 OF_REPORT = ("key", "slices", "no_texts", "label_hints", "overwrite")
 "Arguments of `evaluate` that need a report."
-PYTHON_ONLY = {"task", "n", "seed_by", "logprobs", "json_schema", "json_columns", "regex", "choices", "grammar"}
-"Arguments that the command lacks."
 PLAIN_PAIRS = ("csv", "inputs")
 "Pairs of texts; the values of others are YAML."
 ESCAPED = ("prompt", "system", "stop")
@@ -78,12 +76,15 @@ def as_command(asked: Mapping[str, Any]) -> str | None:
         known = name in plugins.names("engines")
         given |= {"engine": name if known else None, "processes": engine.processes if known else None}
     given = {name: value for name, value in given.items() if value is not None and value is not False}
-    if PYTHON_ONLY & given.keys():
+    if isinstance(given.get("json_schema"), Mapping):
         return None
     hints = get_type_hints(EvaluateOptions, include_extras=True)
     for name, value in given.items():
         kind = hints.get(name)
-        flag = (get_args(kind)[1].flag if get_origin(kind) is Annotated else None) or f"--{name.replace('_', '-')}"
+        option = get_args(kind)[1] if get_origin(kind) is Annotated else None
+        flag = (option and option.flag) or f"--{name.replace('_', '-')}"
+        if option and option.value == "A,B" and _several(value) and any("," in str(one) for one in value):
+            return None
         if isinstance(value, Mapping):
             pairs = [(key, one) for key, some in value.items() for one in (some if _several(some) else [some])]
             shown: list[str | None] = [f"{key}={one if name in PLAIN_PAIRS else json.dumps(one)}" for key, one in pairs]

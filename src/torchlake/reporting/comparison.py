@@ -91,7 +91,7 @@ def _left_out(failed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
         {"model": one["model"], "rows": one["rows"], "because of": ", ".join(format_reasons(one["errors"]))}
         for one in failed
     ]
-    rows = [{"row": row["key"], "model": one["model"], "error": row["error"]} for one in failed for row in one["list"]]
+    rows = [{"row": row["key"], "model": one["model"], "error": row["error"]} for one in failed for row in one["first"]]
     details = {"title": "The first rows", "form": "grid", "content": rows}
     return [("grid", table), ("details", details)] if table else []
 

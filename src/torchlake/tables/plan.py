@@ -220,7 +220,8 @@ def plan_from_json(value: Any) -> ChunkPlan:
     try:
         if value["format"] not in (FORMAT, FORMAT_OF_VIEWS):
             raise DataError(
-                f"this plan has format {value['format']}, but this version reads {FORMAT} and {FORMAT_OF_VIEWS}"
+                f"this plan has format {value['format']}, but this version reads {FORMAT} and {FORMAT_OF_VIEWS}. "
+                "Use the version of torchlake that wrote it, or write the output again with overwrite (--overwrite)."
             )
         fields = value["inputs"]
         fields["version"] = [Version(*version) for version in fields["version"]]

@@ -93,8 +93,8 @@ def test_rows_that_failed_in_one_model_are_left_out_and_listed(
         found = compare(*sides, report=tmp_path / "compared")
         assert (found.rows, found.left_out, found.pairs[0]["agreement"]) == (490, 10, 1.0)
         (failed,) = found.failed
-        assert (failed["model"], failed["rows"], failed["errors"]) == (str(two), 10, {"null_input": 10})
-        assert [row["key"] for row in failed["list"]][:2] == ["7", "57"]
+        assert (failed.model, failed.rows, failed.errors) == (str(two), 10, {"null_input": 10})
+        assert [row["key"] for row in failed.first][:2] == ["7", "57"]
         assert "null_input 10" in Page((tmp_path / "compared" / "compare.html").read_text()).text
     assert main(["compare", str(one), str(two)]) == 0
     assert "10 rows left out (null_input 10)" in capfd.readouterr().out

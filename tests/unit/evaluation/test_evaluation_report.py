@@ -16,13 +16,12 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli.app import app
-from torchlake.cli.options import as_given
 from torchlake.config.options import EvaluateOptions, types_of
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
-from torchlake.evaluation.report import PYTHON_ONLY, as_command
+from torchlake.evaluation.report import as_command
 from torchlake.evaluation.result import Evaluation
 from torchlake.training.train import train
 
@@ -212,6 +211,7 @@ VALUES: dict[str, Any] = {
     "template_options": {"thinking": False, "style": "true"},
     "examples": "shots.csv",
     "tools": "tools.json",
+    "choices": ["good", "bad one"],
     "chat_template": "t.jinja",
     "where": "stars >= 3 and lang = 'en'",
     "slices": ["a b", "c"],
@@ -222,7 +222,7 @@ VALUES: dict[str, Any] = {
 def test_the_command_makes_the_report_again_with_every_option() -> None:
     command = typer.main.get_command(app).commands["evaluate"]  # type: ignore[attr-defined]
     taken = {one.name for one in command.params} - {"model", "table", "json", "quiet", "verbose", "set"}
-    assert EvaluateOptions.__annotations__.keys() - taken == PYTHON_ONLY - {"task"}
+    assert EvaluateOptions.__annotations__.keys() <= taken
     hints = get_type_hints(EvaluateOptions)
 
     def value_of(name: str) -> Any:
@@ -235,9 +235,10 @@ def test_the_command_makes_the_report_again_with_every_option() -> None:
     asked = {"model": "my model", "table": ["a b.parquet", "c.parquet"], **{name: value_of(name) for name in names}}
     words = shlex.split(as_command({**asked, "engine": Local(3)}) or "")
     assert words[:2] == ["torchlake", "evaluate"]
-    parsed = command.make_context("evaluate", words[2:]).params
-    given = as_given({name: value for name, value in parsed.items() if name not in ("model", "table")})
-    assert (parsed["model"], given.tables(parsed["table"])) == ("my model", ["a b.parquet", "c.parquet"])
+    with command.make_context("evaluate", words[2:]) as context:
+        work = context.invoke(command.callback, **context.params).keywords
+    given = work["given"]
+    assert (work["model"], given.tables(work["table"])) == ("my model", ["a b.parquet", "c.parquet"])
     assert given.options == {name: asked[name] for name in names}
     assert (given["engine"], given["processes"]) == ("local", 3)
 
@@ -245,5 +246,5 @@ def test_the_command_makes_the_report_again_with_every_option() -> None:
 def test_what_has_no_form_on_the_command_line_has_no_command() -> None:
     asked = {"model": "m", "table": "t.parquet", "report": Path("eval")}
     assert as_command(asked) == "torchlake evaluate m t.parquet --report eval"
-    for more in ({"table": pa.table({})}, {"choices": ["a"]}, {"task": "x"}, {"examples": [{"prompt": "a"}]}):
+    for more in ({"table": pa.table({})}, {"choices": ["a, b"]}, {"json_schema": {}}, {"examples": [{"prompt": "a"}]}):
         assert as_command({**asked, **more}) is None

@@ -15,7 +15,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.config.job import load_job
 from torchlake.errors import DataError, FingerprintError
-from torchlake.evaluation import evaluate as evaluating
+from torchlake.evaluation import held_out, labeled
 from torchlake.jobs import table_job
 from torchlake.labels import column
 from torchlake.optimization import sample
@@ -53,7 +53,7 @@ def commit_after_first_opening(reviews: Path, monkeypatch: pytest.MonkeyPatch) -
             commit(reviews)
         return found
 
-    for module in (evaluating, table_job, sample, first_job, column):
+    for module in (held_out, labeled, table_job, sample, first_job, column):
         monkeypatch.setattr(module, "open_table", open_table)
     return opened
 

@@ -234,7 +234,7 @@ def test_training_learns(tmp_path: Path, tiny_bert: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("train.metric=acuracy",), "choose from loss, accuracy"),
+        (("train.metric=acuracy",), "choose from loss, log_loss, "),
         (("data.validation=null", "train.patience=2"), "data.validation is null"),
         (("train.strategy=single", "engine.processes=2"), "runs on 1 process, and 2 were requested"),
         (("train.strategy=dpp",), "Did you mean 'ddp'"),

@@ -109,8 +109,7 @@ def compare(
             f"lost{test}"
         )
     lines += [
-        f"{one['model']}: {one['rows']:,} rows left out ({', '.join(format_reasons(one['errors']))})"
-        for one in done.failed
+        f"{one.model}: {one.rows:,} rows left out ({', '.join(format_reasons(one.errors))})" for one in done.failed
     ]
     lines += [f"worse: {one.metric} of {one.model} by {abs(one.difference):.4f}" for one in worse]
     page = None if done.report is None else done.report / "compare.html"

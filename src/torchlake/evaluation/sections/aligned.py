@@ -1,6 +1,7 @@
 """The rows of several evaluations in one order. Different rows, or labels, are refused; failed rows are left out."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,35 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
+from torchlake.display import Shown, shown
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.judged import JudgedRows
 from torchlake.evaluation.sections.rows import FILE
-from torchlake.tables.failures import count_reasons
+from torchlake.tables.failures import count_reasons, format_reasons
 
 LISTED = 50
 
 
-def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedRows], list[dict[str, Any]]]:
+@shown
+@dataclass(frozen=True, kw_only=True)
+class FailedRows:
+    """The rows that one model of a comparison failed on."""
+
+    model: str
+    rows: int
+    errors: Mapping[str, int]
+    "Their number for each reason."
+    first: tuple[Mapping[str, Any], ...]
+    "The `key` and the `error` of the first ones."
+
+    def _shown(self) -> Shown:
+        return f"{self.model}: {self.rows:,} rows ({', '.join(format_reasons(self.errors))})", []
+
+
+def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedRows], list[FailedRows]]:
     """Return the rows that all evaluations measured, in the order of the first, and those that a model failed on.
 
-    Of the latter, for each such model: `model`, `rows`, `errors` by reason, and the first ones' keys and errors.
     Raises DataError if the evaluations have other rows.
     """
     facts = [atomic_io.read_json(folder / FACTS) for folder in folders]
@@ -31,7 +48,7 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
             raise UsageError(f"{name}: its evaluation has no rows; {one['made']['task']} is not compared row by row.")
     tables = [_read(folder / FILE) for folder in folders]
     first, ids = tables[0], tables[0].column_names[0]
-    usable, failed = np.ones(len(first), dtype=bool), list[dict[str, Any]]()
+    usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()
     for at in range(len(tables)):
         _refuse_other_rows(facts[0], facts[at], first, tables[at], (names[0], names[at]))
         if not tables[at][ids].equals(first[ids]):
@@ -42,8 +59,8 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
             errors = dict(count_reasons(lost["error"].drop_null()).most_common())
             some = lost.slice(0, LISTED)
             pairs = zip(some[ids].to_pylist(), some["error"].to_pylist(), strict=True)
-            listed = [{"key": str(key), "error": error} for key, error in pairs]
-            failed.append({"model": names[at], "rows": rows, "errors": errors, "list": listed})
+            listed = tuple({"key": str(key), "error": error} for key, error in pairs)
+            failed.append(FailedRows(model=names[at], rows=rows, errors=errors, first=listed))
     places, kept = np.flatnonzero(usable), pa.array(usable)
     sides = [
         JudgedRows(folder, one["kind"], tuple(one["labels"]), table.filter(kept), places)
