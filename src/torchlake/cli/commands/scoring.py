@@ -72,9 +72,7 @@ def predict(
     return Outcome(values={**outcome.values, "profile": profile}, lines=[*outcome.lines, *lines])
 
 
-def _predict_by_endpoint(
-    table: str, output: str, more: str | None, engine: "Engine | None", given: Given
-) -> Outcome:
+def _predict_by_endpoint(table: str, output: str, more: str | None, engine: "Engine | None", given: Given) -> Outcome:
     """Have the rows of a stored table answered by an endpoint: the arguments are those of `predict` without a model."""
     if more is not None:
         raise UsageError("--runtime http reads no model folder: torchlake predict INPUT OUTPUT --runtime http ...")
