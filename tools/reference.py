@@ -228,7 +228,7 @@ def command_line_writing_page() -> Iterator[str]:
     """The options of text generation, which several commands have."""
     yield "# Command line: writing"
     yield ""
-    yield "Options of [`predict` and `evaluate`](command-line-models.md) for models that write; how-to:"
+    yield "Options of [`predict`](command-line-models.md) for models that write (some: `evaluate`, `optimize`); how-to:"
     yield "[write with a language model](../how-to/writing.md)."
     yield ""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]

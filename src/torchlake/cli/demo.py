@@ -265,9 +265,11 @@ def answer_questions(folder: Path, rows: int) -> dict[str, Any]:
     command += ["--text", "messages", "--chat", "--key", "id", "--max-new-tokens", "24"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         kept = staging_of(folder / "free") / ROWS
-        while job.poll() is None and not any(one.stat().st_size for one in kept.glob("*")):
-            time.sleep(0.02)
-        job.kill()
+        try:
+            while job.poll() is None and not any(one.stat().st_size for one in kept.glob("*")):
+                time.sleep(0.02)
+        finally:  # leaving the block waits for the job
+            job.kill()
 
     def answers(name: str, **options: Any) -> Any:
         given: Any = {"text": "messages", "chat": True, "key": "id", "max_new_tokens": 24, **options}

@@ -80,7 +80,7 @@ def _out_of_range(value: Any, annotation: Any) -> str | None:
     option = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Option)), None)
     if option is None or not isinstance(value, numbers.Real):
         return None
-    number = float(value)
+    number: Any = value
     if option.min is not None and not number >= option.min:
-        return f"must be at least {option.min:g}, got {value}"
-    return None if option.max is None or number <= option.max else f"must be at most {option.max:g}, got {value}"
+        return f"must be at least {option.min:.15g}, got {value}"
+    return None if option.max is None or number <= option.max else f"must be at most {option.max:.15g}, got {value}"

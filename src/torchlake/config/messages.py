@@ -154,7 +154,7 @@ def explanation(problem: Any, location: Location = (), sections: "Mapping[str, t
         return "missing; it has no default"
     if kind in BOUNDS:
         name, words = BOUNDS[kind]
-        bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
+        bound = f"{context[name]:.15g}" if isinstance(context[name], float) else context[name]
         return f"must be {words} {bound}, got {given}"
     if kind == "literal_error":
         return one_of([literal_eval(one) for one in re.findall(r"'[^']*'|-?\d+", context["expected"])], given)

@@ -68,7 +68,8 @@ def draw_sample(
     """
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
-    pool, unreadable = _read(table, lambda schema, where, _: _checked(schema, spec, column, where), options)
+    columns = spec.input_columns
+    pool, unreadable = _read(table, lambda schema, where, _: _checked(schema, spec, column, where), options, columns)
     targets = None
     if column is not None and column in pool.column_names:
         try:
@@ -114,8 +115,13 @@ def draw_prompts(table: Any, columns_of: ColumnsOf, *, rows: int, options: ReadO
     return found.take(pa.array(evenly_spaced(len(found), min(rows, len(found)))))
 
 
-def _read(table: Any, columns_of: ColumnsOf, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
-    """Return rows spread over a table, frame or stream, and the reasons of unreadable ones."""
+def _read(
+    table: Any, columns_of: ColumnsOf, options: ReadOptions, needed: Sequence[str] = ()
+) -> tuple[pa.Table, dict[int, str]]:
+    """Return rows spread over a table, frame or stream, and the reasons of unreadable ones.
+
+    With `needed`, files may differ in columns that are neither needed nor read.
+    """
     if is_frame(table):
         whole = to_arrow(table)
         columns = columns_of(whole.schema, "the frame", lambda column: whole.select([column]).slice(0, FIRST_ROWS))
@@ -126,7 +132,7 @@ def _read(table: Any, columns_of: ColumnsOf, options: ReadOptions) -> tuple[pa.T
         spooled(table, Path(scratch, "sample")) as stored,
     ):
         source = pinned(stored)
-        opened = open_table(source, options=options)
+        opened = open_table(source, columns=needed, options=options)
         columns = tuple(columns_of(opened.schema, opened.source, lambda column: first_rows(opened, [column])))
         found, unreadable, plan = sample_rows(open_table(source, columns=columns, options=options), columns)
         if not plan.chunks:

@@ -87,7 +87,7 @@ def rank(
     Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
     for name, value in options.items():
-        if name in OWN and value not in (None, False, "parquet", "create"):
+        if name in OWN and value and value not in ("parquet", "create"):
             raise UsageError(f"{name}: not for rank, {OWN[name]}.")
     refuse_unknown("rank", options, {**RankOptions.__annotations__, **dict.fromkeys(OWN, Any)})
     folder = folders.model_folder(model)

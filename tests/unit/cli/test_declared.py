@@ -4,6 +4,7 @@ import inspect
 import re
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,7 @@ def test_what_a_function_would_ignore_is_refused(call: Callable[[], Any], words:
             "OUTPUT is a folder, URL or table; answers are printed with torchlake predict MODEL - alone.",
         ),
         ("predict m t.csv out --stop-token-ids a,b", "--stop-token-ids: expected a whole number, got 'a'"),
+        ("predict m t.csv out --row-timeout 1e9", "--row-timeout: must be at most 1000000, got 1e9"),
         ("predict t.csv out --runtime http --profile", "--profile: for a model folder; leave it out."),
         ("try m --host 0.0.0.0", "--host: try is for this machine, without a token; use serve for others."),
         ("compare a b --by 1", "--by is for --fail-if-worse: name a metric."),
@@ -129,6 +131,21 @@ def test_what_a_function_would_ignore_is_refused(call: Callable[[], Any], words:
 def test_what_a_command_would_ignore_is_refused(words: str, shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 64
     assert capfd.readouterr().err == f"error: {shown}\n"
+
+
+@pytest.mark.parametrize("also", [[], ["--watch"]])
+def test_ctrl_c_ends_a_report_that_is_shown(also: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = []
+
+    def watch(run: str) -> Path:
+        watched.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchlake.reporting.report.report", Path)
+    monkeypatch.setattr(live, "served", lambda run, port: nullcontext("an address"))
+    monkeypatch.setattr(live, "watch", watch)
+    assert main(["report", "run", "--serve", *also]) == 0
+    assert watched == ["run"]
 
 
 def test_a_port_of_the_report_that_is_taken_is_no_fault(tmp_path: Path) -> None:

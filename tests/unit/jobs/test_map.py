@@ -148,6 +148,7 @@ def test_a_wrong_result_ends_the_job_with_its_place(table: Path, tmp_path: Path,
         ({"schema": {"row_id": pa.string()}}, "torchlake writes the column 'row_id'"),
         ({"schema": {"id": pa.int64()}, "key": "id"}, "torchlake writes the column 'id'"),
         ({"batch_rows": 0}, "batch_rows: must be at least 1, got 0"),
+        ({"batch_rows": -(10**400)}, "batch_rows: must be at least 1, got -1000"),  # no float is as large
         ({"gpus_per_process": -1}, "gpus_per_process: must be at least 0, got -1"),
         ({"on_bad_file": "skip"}, "on_bad_file: expected 'error' or 'quarantine'"),
     ],

@@ -332,6 +332,13 @@ def test_the_sample_is_the_same_every_time_and_in_every_format(tmp_path: Path) -
     assert samples[0].calibration == samples[1].calibration
 
 
+def test_files_may_differ_in_columns_that_are_not_read(tmp_path: Path) -> None:
+    for name, other in (("a", 1), ("b", "one")):
+        rows = table(20, 10)
+        pq.write_table(rows.append_column("other", pa.array([other] * 30)), tmp_path / f"{name}.parquet")
+    assert len(draw_sample(tmp_path, tiny.SPEC, label=None, rows=1000).rows) > 1
+
+
 def test_a_large_table_is_read_in_a_few_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "SAMPLED_CHUNKS", 10)
     monkeypatch.setattr(chunks, "SAMPLED_CHUNK_ROWS", 10)

@@ -55,7 +55,7 @@ def test_documents_are_ranked_by_the_second_class(model: Path, tmp_path: Path) -
         tl.predict(model, table, text="query", text_pair="passage", all_probabilities=True, engine=HERE)["prob_1"]
     )
     given = {"query": "query", "document": "passage", "engine": HERE}
-    check(tl.rank(model, table, **given), table, scores)
+    check(tl.rank(model, table, **given, prefix=""), table, scores)  # as by default
     done = tl.rank(model, tmp_path / "in.parquet", tmp_path / "out", key="id", columns=["passage"], **given)
     assert (done.rows_in, done.rows_out, done.rows_failed) == (24, 24, 1)
     ranked = pq.read_table(tmp_path / "out")

@@ -22,7 +22,6 @@ import torch
 
 import tiny
 from serving_runs import Running, free_port, running, started, until
-from torchlake.cli.commands import try_model
 from torchlake.errors import PortTaken, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
@@ -325,8 +324,6 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(server: Running) ->
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="try is for this machine"):
-        try_model("a model", {"host": "0.0.0.0"}, {})
     with pytest.raises(UsageError, match="max_body"):
         _ = ServeOptions(max_body="large").body_bytes
 

@@ -14,6 +14,7 @@ from torchlake.display import grid
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
+    from torchlake.engines import Engine
     from torchlake.scoring.predict import Scored
 
 _execution = partial(Option, "Execution")
@@ -49,7 +50,7 @@ def predict(
     if (table if by_endpoint else output) == STDIN:
         raise UsageError("OUTPUT is a folder, URL or table; answers are printed with torchlake predict MODEL - alone.")
     if by_endpoint:
-        return _predict_by_endpoint(model, table, output, given)
+        return _predict_by_endpoint(model, table, output, engine, given)
     if output is None:
         if table != STDIN:
             raise UsageError(
@@ -71,7 +72,7 @@ def predict(
     return Outcome(values={**outcome.values, "profile": profile}, lines=[*outcome.lines, *lines])
 
 
-def _predict_by_endpoint(table: str, output: str, more: str | None, given: Given) -> Outcome:
+def _predict_by_endpoint(table: str, output: str, more: str | None, engine: "Engine | None", given: Given) -> Outcome:
     """Have the rows of a stored table answered by an endpoint: the arguments are those of `predict` without a model."""
     if more is not None:
         raise UsageError("--runtime http reads no model folder: torchlake predict INPUT OUTPUT --runtime http ...")
@@ -81,7 +82,7 @@ def _predict_by_endpoint(table: str, output: str, more: str | None, given: Given
         raise UsageError("--profile: for a model folder; leave it out.")
     from torchlake.scoring.predict import predict
 
-    return _scored(predict(None, given.tables(table), output, engine=given.engine, **given.options))
+    return _scored(predict(None, given.tables(table), output, engine=engine, **given.options))
 
 
 class RankFlags:

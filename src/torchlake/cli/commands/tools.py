@@ -99,7 +99,7 @@ def report(run: Annotated[str, argument("RUN", "Run folder.")], given: Given) ->
             log.warning("The report is at %s until Ctrl-C.", address)
             live.watch(run)
             threading.Event().wait()
-    if given["watch"]:
+    elif given["watch"]:
         path = live.watch(run)
     return Outcome(values={"report": path}, lines=[str(path)])
 
