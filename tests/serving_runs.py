@@ -35,7 +35,7 @@ class Running:
         return self.client.post(path, json=body, **options)
 
     def raw(self, data: bytes, *, timeout: float = 30) -> bytes:
-        """Send bytes, and return all that comes back until the server closes, or one answer if it does not."""
+        """Send bytes; return all that comes back until the server closes, or one answer or `100 Continue`."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
             connection.sendall(data)
             found = b""
@@ -43,7 +43,7 @@ class Running:
                 found += piece
                 head, end, body = found.partition(b"\r\n\r\n")
                 size = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-                if end and size and len(body) >= int(size[0].split(b":")[1]):
+                if end and (head.startswith(b"HTTP/1.1 1") or (size and len(body) >= int(size[0].split(b":")[1]))):
                     break
             return found
 

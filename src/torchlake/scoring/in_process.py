@@ -1,12 +1,14 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts.
 
 Callers in threads and coroutines share batches (`serving/batching.py`): one thread tokenizes the rows of each call in
-their turn, and another one computes those of all.
+their turn, and another one computes those of all. A caller in a thread tokenizes its own rows if no other one does.
 """
 
 import copy
 import logging
 import os
+import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -98,8 +100,13 @@ class Model:
         self.runtime: str = scorer.runtime
         self.sha: str = settings.model_hash
         self.folder: str = settings.model
-        # One thread: a tokenizer has settings that one call at a time changes.
-        self.reader = Batcher(lambda parts: [call.work() for call, _ in parts], lambda: 1, done="read")
+        self._reading = reading = threading.Lock()  # a tokenizer has settings that one call at a time changes
+
+        def read(parts: Sequence[Part]) -> list[Any]:
+            with reading:
+                return [call.work() for call, _ in parts]
+
+        self.reader = Batcher(read, lambda: 1, done="read")
         self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
         # Neither they nor their threads have a reference to this object, so a model that is dropped is freed.
         for each in (self.reader, self.batcher):
@@ -166,7 +173,14 @@ class Model:
     def score(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> Answered:
         """Score the rows of a table, which has the model's columns, together with those of other callers."""
         read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
-        ((_, call),) = self.reader.result(read)
+        if self._reading.acquire(blocking=False):  # in this thread: a switch to another one takes longer
+            try:
+                call = read.work()
+            finally:
+                self._reading.release()
+            read.ended = time.perf_counter()
+        else:
+            ((_, call),) = self.reader.result(read)
         return _answered(read, call, self.batcher.result(call))
 
     async def ascore(
