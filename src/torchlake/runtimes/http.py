@@ -94,7 +94,8 @@ class Asking:
         endpoint.key()
         self._requests = _Requests(endpoint, limits)
         self._requests.thread.start()
-        weakref.finalize(self, self._requests.stop).atexit = False
+        self._stop = weakref.finalize(self, self._requests.stop)
+        self._stop.atexit = False
 
     def add(self, questions: Sequence[Question]) -> None:
         """Ask these after those that were added before. Any thread may call it."""
@@ -106,7 +107,7 @@ class Asking:
 
     def close(self) -> None:
         """End the thread; open requests are dropped."""
-        self._requests.stop()
+        self._stop()  # which lets go of the error of a request, and of what its traceback refers to
         self._requests.thread.join(CLOSE_S)
 
 

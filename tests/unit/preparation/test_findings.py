@@ -18,7 +18,6 @@ from torchlake.preparation.findings import Finding
 from torchlake.preparation.first_job import write_first_job
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.summary import findings_of, summarize
-from torchlake.reporting import report
 
 TEXTS = [f"ticket {number} is late" for number in range(60)]
 LABELS = ["billing", "Billing", "delivery "] * 20
@@ -121,8 +120,5 @@ def test_init_checks_other_columns(tmp_path: Path) -> None:
     assert "'lang'" in found["constant"].text
 
 
-def test_a_summary_of_the_version_before_has_no_findings(tmp_path: Path) -> None:
-    """Its run folders are reported and read."""
+def test_a_summary_of_the_version_before_has_no_findings() -> None:
     assert findings_of({}) == ()
-    (tmp_path / "data.json").write_text("{}")
-    assert report._findings(tmp_path) == []

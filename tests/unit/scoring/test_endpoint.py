@@ -73,9 +73,13 @@ def test_a_worker_ends_its_thread_and_its_connections(rows: Callable[..., Path],
         with pytest.raises(LimitReached):
             ask(table, endpoint, place, max_tokens_total=100, concurrency=1)
         ask(table, endpoint, place)
+        endpoint.faults = {"row": "403"}
+        with pytest.raises(UsageError):
+            ask(table, endpoint, tmp_path / "refused")
         for thread in (one for one in threading.enumerate() if one.name == "asking" and one not in threads):
             thread.join(10)
             assert not thread.is_alive()
+    gc.collect()  # the refusal, whose traceback refers to the worker
     assert opened() == files
 
 

@@ -141,8 +141,9 @@ def reading_ahead(
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
         waiting, order = deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]](), threading.Lock()
 
-        # It gets itself: one that names itself would keep what the worker has opened until a garbage collection.
-        def pull(again: Callable[..., Any]) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
+        def pull(
+            again: Callable[..., Any],
+        ) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":  # `pull`: no cycle
             begun = begin(items)
             if isinstance(begun, Ready):
                 with order, suppress(RuntimeError):  # the worker has ended
