@@ -141,9 +141,7 @@ def reading_ahead(
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
         waiting, order = deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]](), threading.Lock()
 
-        def pull(
-            again: Callable[..., Any],
-        ) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":  # `pull`: no cycle
+        def pull(again: Callable[..., Any]) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
             begun = begin(items)
             if isinstance(begun, Ready):
                 with order, suppress(RuntimeError):  # the worker has ended
@@ -152,7 +150,7 @@ def reading_ahead(
 
         def pull_next() -> None:
             with order:  # what it has pulled is there before what it begins to pull
-                waiting.append(thread.submit(pull, pull))
+                waiting.append(thread.submit(pull, pull))  # not named in itself: a cycle keeps what is open
 
         def further(limit: int) -> Sequence[Ready[Read]]:
             group: list[Ready[Read]] = []
