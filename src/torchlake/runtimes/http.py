@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -87,58 +88,72 @@ class Question:
 
 
 class Asking:
-    """The open requests of one process. Raises UsageError for a key that is not there."""
+    """The open requests of one process, which end with it. Raises UsageError for a key that is not there."""
 
     def __init__(self, endpoint: Endpoint, limits: LimitOptions) -> None:
         endpoint.key()
+        self._requests = _Requests(endpoint, limits)
+        self._requests.thread.start()
+        self._stop = weakref.finalize(self, self._requests.stop)
+        self._stop.atexit = False
+
+    def add(self, questions: Sequence[Question]) -> None:
+        """Ask these after those that were added before. Any thread may call it."""
+        self._requests.loop.call_soon_threadsafe(self._requests.add, list(questions))
+
+    def add_batch(self, questions: Sequence[Question], known: Callable[[], Begun | None], note: Note) -> None:
+        """Ask these by a batch, all at once: the `known` one, else one that `note` gets, for the next attempt."""
+        self._requests.loop.call_soon_threadsafe(self._requests.add_batch, list(questions), known, note)
+
+    def close(self) -> None:
+        """End the thread; open requests are dropped."""
+        self._stop()  # which lets go of the error of a request, and of what its traceback refers to
+        self._requests.thread.join(CLOSE_S)
+
+
+class _Requests:
+    """The thread of `Asking`, its event loop and its connections. It does not refer to `Asking`, so that may end."""
+
+    def __init__(self, endpoint: Endpoint, limits: LimitOptions) -> None:
         self._endpoint = endpoint
         self._limits = Limits(limits, endpoint.most_tokens)
         self._waiting: asyncio.Queue[Question] = asyncio.Queue()
         self._askers: weakref.WeakSet[Asker] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._batches: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="asking", daemon=True)
-        self._thread.start()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="asking", daemon=True)
 
-    def add(self, questions: Sequence[Question]) -> None:
-        """Ask these after those that were added before. Any thread may call it."""
-        self._loop.call_soon_threadsafe(self._add, list(questions))
+    def stop(self) -> None:
+        """Let the thread end. Any thread may call it, also this one."""
+        with suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def add_batch(self, questions: Sequence[Question], known: Callable[[], Begun | None], note: Note) -> None:
-        """Ask these by a batch, all at once: the `known` one, else one that `note` gets, for the next attempt."""
-        self._loop.call_soon_threadsafe(self._add_batch, list(questions), known, note)
-
-    def close(self) -> None:
-        """End the thread; open requests are dropped."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_S)
-
-    def _add(self, questions: list[Question]) -> None:
+    def add(self, questions: list[Question]) -> None:
         for one in questions:
             self._askers.add(one.asker)
             self._waiting.put_nowait(one)
         if self._error is not None:
             self._fail(self._error)
 
-    def _add_batch(self, questions: list[Question], known: Callable[[], Begun | None], note: Note) -> None:
-        task = self._loop.create_task(self._ask_batch(questions, known, note))
+    def add_batch(self, questions: list[Question], known: Callable[[], Begun | None], note: Note) -> None:
+        task = self.loop.create_task(self._ask_batch(questions, known, note))
         self._batches.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(self._batches.discard)
         self._askers.add(questions[0].asker)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        asking = self._loop.create_task(self._ask_all())
+        asyncio.set_event_loop(self.loop)
+        asking = self.loop.create_task(self._ask_all())
         asking.add_done_callback(self._ended)
-        self._loop.run_forever()
+        self.loop.run_forever()
         tasks = [asking, *self._batches]
         for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.close()
+        self._limits.close()
 
     def _ended(self, asking: "asyncio.Task[None]") -> None:
         if not asking.cancelled() and (error := asking.exception()) is not None:
@@ -157,17 +172,20 @@ class Asking:
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    one = await self._waiting.get()
-                    await self._limits.enter()
-                    if await self._begin(one):
-                        group.create_task(self._ask(client, one))
-                    else:
-                        self._limits.leave()
-                        one.asker.skip(one.row)
+                    await self._ask_next(client, group)
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         finally:
             await client.close()
+
+    async def _ask_next(self, client: "Client", group: asyncio.TaskGroup) -> None:
+        one = await self._waiting.get()
+        await self._limits.enter()
+        if await self._begin(one):
+            group.create_task(self._ask(client, one))
+        else:
+            self._limits.leave()
+            one.asker.skip(one.row)
 
     async def _begin(self, one: Question) -> bool:
         """Return whether a request may be sent: open ones may take less than their most, so only the last gives up."""

@@ -168,7 +168,7 @@ def train_loop(
             if line is not None:
                 write_line(line)
                 show(1, line)
-                progress.check(line["step"], saving.checkpoints(settings))
+                progress.check(line["step"], partial(saving.checkpoints, settings))
 
         while True:
             step = progress.step

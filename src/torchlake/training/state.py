@@ -7,7 +7,7 @@ both.
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,12 +80,12 @@ class TrainProgress:
             self.non_finite += 1
             log.warning("step %d is not applied: loss %s, gradient norm %s", step, loss, norm)
 
-    def check(self, step: int, checkpoints: Any) -> None:
-        """Raise Diverged if none of the last steps had a finite gradient; `checkpoints` is where others are."""
+    def check(self, step: int, checkpoints: Callable[[], Any]) -> None:
+        """Raise Diverged if none of the last steps had a finite gradient; `checkpoints` returns where others are."""
         if self.non_finite == MAX_NON_FINITE_STEPS:
             raise Diverged(
                 f"step {step:,}: the loss or its gradient was not finite in {MAX_NON_FINITE_STEPS} steps in a row, "
-                f"each on other rows. The weights from before are in {checkpoints}. Lower train.learning_rate, "
+                f"each on other rows. The weights from before are in {checkpoints()}. Lower train.learning_rate, "
                 "lengthen train.warmup, or use train.precision=fp32, in a new run folder."
             )
 

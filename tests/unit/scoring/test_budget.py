@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 import s3_server
 from s3_server import BUCKET
 from torchlake.errors import StorageError
+from torchlake.jobs.worker.journal import Journal
 from torchlake.runtimes._http.answers import Answer
+from torchlake.runtimes._http.requests import Begun
 from torchlake.scoring.endpoint.budget import UNLIMITED, Amount, Asked, SpendingBudget, open_account
 from torchlake.scoring.endpoint.usage import Price
+from torchlake.scoring.endpoint.worker import OpenChunk, mark
 
 PRICE = Price(input=1.0, output=3.0, cached=0.5)
 
@@ -127,6 +130,28 @@ def test_what_an_answer_takes(answer: Answer, took: int, tmp_path: Path) -> None
     assert most is not None
     budget.settle(most, asked, answer)
     assert account.read().tokens == took
+
+
+def test_each_row_of_a_batch_is_settled_once_whatever_attempts_are_killed(tmp_path: Path) -> None:
+    account = open_account(str(tmp_path), create=True)
+    asked = {row: Asked(body=b"%d" % row, tokens=1, size=4, most=10) for row in range(4)}
+
+    def attempt() -> OpenChunk:
+        journal = Journal(str(tmp_path), "part-0.parquet", {row: mark(one.body) for row, one in asked.items()})
+        return OpenChunk(journal, asked, SpendingBudget(UNLIMITED, None, str(tmp_path)))
+
+    first = attempt()
+    assert all(first.begin(row, lost=False) for row in asked)
+    first.note_batch(Begun("file", "batch"))
+    first.journal.close()
+    assert account.read().tokens == 4 * (4 + 16 + 10)
+    for rows in ((3, 2, 1), (0,)):
+        one = attempt()
+        assert one.known_batch() == Begun("file", "batch")
+        for row in rows:
+            one.keep(row, Answer(texts=("x",), prompt_tokens=3, generated_tokens=2))
+        one.journal.close()
+    assert account.read().tokens == 4 * 5
 
 
 def test_an_account_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
 """Rows that an endpoint answers: every row out once, named errors, limits that hold, and no key anywhere."""
 
+import gc
 import itertools
 import json
+import os
+import threading
 import time
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,28 @@ def ask(table: Path, endpoint: FakeEndpoint, output: Path, **options: Any) -> li
     predict(None, str(table), output, endpoint=endpoint.url, **given)
     found: list[dict[str, Any]] = pq.read_table(output).sort_by("id").to_pylist()
     return found
+
+
+def test_a_worker_ends_its_thread_and_its_connections(rows: Callable[..., Path], tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        names = (os.readlink(each) for each in glob("/proc/self/fd/*") if os.path.islink(each))
+        return sorted(name.partition("[")[0] for name in names if "/part-" not in name)
+
+    table, place = rows(9), tmp_path / "out"
+    gc.collect()
+    files, threads = opened(), set(threading.enumerate())
+    with serving() as endpoint:
+        with pytest.raises(LimitReached):
+            ask(table, endpoint, place, max_tokens_total=100, concurrency=1)
+        ask(table, endpoint, place)
+        endpoint.faults = {"row": "403"}
+        with pytest.raises(UsageError):
+            ask(table, endpoint, tmp_path / "refused")
+        for thread in (one for one in threading.enumerate() if one.name == "asking" and one not in threads):
+            thread.join(10)
+            assert not thread.is_alive()
+    gc.collect()  # the refusal, whose traceback refers to the worker
+    assert opened() == files
 
 
 def test_each_row_is_answered_once_and_faults_are_named(rows: Callable[..., Path], tmp_path: Path) -> None:

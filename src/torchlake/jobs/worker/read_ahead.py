@@ -141,16 +141,16 @@ def reading_ahead(
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Result]:
         waiting, order = deque[Future[Ready[Read] | Callable[[], Iterable[Result]] | None]](), threading.Lock()
 
-        def pull() -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
+        def pull(again: Callable[..., Any]) -> "Ready[Read] | Callable[[], Iterable[Result]] | None":
             begun = begin(items)
             if isinstance(begun, Ready):
                 with order, suppress(RuntimeError):  # the worker has ended
-                    waiting.extend(thread.submit(pull) for _ in range(len(waiting) < most))
+                    waiting.extend(thread.submit(again, again) for _ in range(len(waiting) < most))
             return begun
 
         def pull_next() -> None:
             with order:  # what it has pulled is there before what it begins to pull
-                waiting.append(thread.submit(pull))
+                waiting.append(thread.submit(pull, pull))  # not named in itself: a cycle keeps what is open
 
         def further(limit: int) -> Sequence[Ready[Read]]:
             group: list[Ready[Read]] = []

@@ -84,6 +84,10 @@ class _Rates:
         with self._moments() as moments:
             moments[1] += tokens * self._units_s[1]
 
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
     def _moments(self) -> AbstractContextManager[list[float]]:
         """Return the moments from which on the next request, and the next token, may start; they may be changed."""
         return nullcontext(self._next) if self._file is None else changing(self._file, self._next)
@@ -118,6 +122,10 @@ class Limits:
         self._latency = self._best = 0.0
         self._written = float(most_tokens)
         "Tokens of an answer: the most at first, then what answers have had."
+
+    def close(self) -> None:
+        """Close the file of the shared rates; nothing may start afterwards."""
+        self._rates.close()
 
     async def enter(self) -> None:
         """Wait until one more request may be open."""

@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -89,6 +90,7 @@ class FileAccount:
             if create:
                 folder.mkdir(exist_ok=True)
             self._sums, self._others = (os.open(folder / name, os.O_RDWR | made, 0o666) for name in (ACCOUNT, OPEN))
+        self._close = weakref.finalize(self, _close, self._sums, self._others)
         self._synced = time.monotonic()
 
     def read(self) -> Amount:
@@ -128,8 +130,8 @@ class FileAccount:
             os.fsync(self._sums)
 
     def close(self) -> None:
-        os.close(self._sums)
-        os.close(self._others)
+        """Close its files, as its end does."""
+        self._close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -289,6 +291,11 @@ class SpendingBudget:
             return Amount(0.0, prompt + generated)
         cached = prompt if dearest and self._price.cached > self._price.input else min(cached, prompt)
         return Amount(self._price.cost(prompt, generated, cached), prompt + generated)
+
+
+def _close(*files: int) -> None:
+    for one in files:
+        os.close(one)
 
 
 def _amount(found: Found) -> Amount:

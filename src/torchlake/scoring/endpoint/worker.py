@@ -107,13 +107,15 @@ class OpenChunk:
             return None
         note, rows = json.loads(self._notes.splitlines()[-1]), self._asked.keys() - self.answers.keys()
         self._budget.adopt(len(rows))
-        self._aside = dict.fromkeys(rows, Amount().plus(Amount(*note["most"]), 1 / len(rows)))
+        # Other rows may have had their answers, and their part of the most, in an attempt between.
+        self._aside = dict.fromkeys(rows, Amount().plus(Amount(*note["most"]), 1 / note["rows"]))
         return Begun(note["file"], note["batch"])
 
     def note_batch(self, begun: Begun) -> None:
         """Keep a batch, after those before it, as the beginning of the first row that has no answer."""
         most = reduce(Amount.plus, self._aside.values(), Amount())
-        note = {"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens]}
+        rows = len(self._asked) - len(self.answers)
+        note = {"file": begun.file, "batch": begun.batch, "most": [most.cost, most.tokens], "rows": rows}
         self._notes += json.dumps(note).encode() + b"\n"
         row = next(row for row in self._asked if row not in self.answers)
         kept = self._kept.get(row, 0)
