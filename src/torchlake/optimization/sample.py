@@ -88,8 +88,8 @@ def draw_sample(
         usable &= np.asarray(targets.is_valid())
     if not usable.any():
         labeled = "" if targets is None else f" and a label in {column!r}"
-        columns = ", ".join(map(repr, spec.input_columns))
-        raise DataError(f"The sample has no row with a value in {columns}{labeled}.")
+        named = ", ".join(map(repr, spec.input_columns))
+        raise DataError(f"The sample has no row with a value in {named}{labeled}.")
     keep = pa.array(usable)
     kept, lengths = pool.select(list(spec.input_columns)).filter(keep), _lengths(inputs, task.inputs)[usable]
     numbers = None if targets is None else _numbers(targets.filter(keep), spec)

@@ -258,18 +258,11 @@ def _answers(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
 
 
 def _texts(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
-    """Judge written texts by what was expected; `score` is their probability for each token, if it is known."""
+    """Judge written texts by what was expected."""
     written, wanted = predicted["generated_text"], encoded_labels(labels, spec)
     pairs = list(zip(written.to_pylist(), wanted.to_pylist(), strict=True))
     f1, same = (np.array([OF_EACH[name](*pair) for pair in pairs], np.float64) for name in ("token_f1", "exact_match"))
-    known = "logprob" in predicted.column_names
-    return {
-        "label": wanted,
-        "prediction": written,
-        "loss": 1 - f1,
-        "right": same == 1,
-        **({"score": pc.exp(predicted["logprob"].cast(pa.float64()))} if known else {}),
-    }
+    return {"label": wanted, "prediction": written, "loss": 1 - f1, "right": same == 1}
 
 
 def _other(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
