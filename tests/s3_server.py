@@ -6,12 +6,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.error import URLError
 from xml.etree import ElementTree
+
+import fsspec
 
 import http_servers
 
@@ -81,10 +83,18 @@ def serving() -> Iterator[S3Server]:
                 assert process.poll() is None, "the server ended at once"
                 assert time.monotonic() < until, "the server did not come up in time"
                 time.sleep(0.05)
+        _drop_clients()
         yield server
     finally:
+        _drop_clients()
         process.kill()
         process.wait()
+
+
+def _drop_clients() -> None:
+    """Close fsspec's clients, which it keeps: one of another test would ask a server that is gone."""
+    with suppress(ImportError):
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @contextmanager
