@@ -134,7 +134,9 @@ def _read(
         source = pinned(stored)
         opened = open_table(source, columns=needed, options=options)
         columns = tuple(columns_of(opened.schema, opened.source, lambda column: first_rows(opened, [column])))
-        found, unreadable, plan = sample_rows(open_table(source, columns=columns, options=options), columns)
+        if needed and not set(columns) <= set(needed):  # the files' other columns were not compared
+            opened = open_table(source, columns=columns, options=options)
+        found, unreadable, plan = sample_rows(opened, columns)
         if not plan.chunks:
             raise DataError(f"{opened.source}: has no rows")
         return found, unreadable

@@ -191,34 +191,41 @@ def refuse_table_options(output: str, options: TargetOptions, *, kind: str, hint
 
 
 def check_partitions(
-    target: Target, columns: Sequence[str], rows: pa.Schema, key: str | None, *, cannot: Callable[[pa.DataType], bool]
+    shown: str,
+    columns: Sequence[str],
+    rows: pa.Schema,
+    *,
+    options: TargetOptions,
+    key: str | None,
+    cannot: Callable[[pa.DataType], bool],
 ) -> None:
     """Raise UsageError if rows cannot be partitioned by these columns of a table, or cannot be replaced by the key."""
     for name in columns:
         if name not in rows.names:
             raise UsageError(
-                f"{target.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
+                f"{shown}: is partitioned by {name!r}, which the output does not have; copy that column "
                 f"(columns: {', '.join(rows.names)})."
             )
         kind = rows.field(name).type
         if cannot(kind):
-            raise UsageError(f"{target.shown}: rows cannot be partitioned by {name!r}, which is {kind}.")
-    if target.options.mode == "replace-where" and (key is None or key in columns):
+            raise UsageError(f"{shown}: rows cannot be partitioned by {name!r}, which is {kind}.")
+    if options.mode == "replace-where" and (key is None or key in columns):
         raise UsageError(
-            f"{target.shown}: mode replace-where replaces the rows with the same key: give a key, and not a partition "
-            "column."
+            f"{shown}: mode replace-where replaces the rows with the same key: give a key, and not a partition column."
         )
 
 
-def check_existing(target: Target, partitions: Sequence[str], *, has_rows: Callable[[], Any]) -> None:
+def check_existing(
+    shown: str, partitions: Sequence[str], *, options: TargetOptions, has_rows: Callable[[], Any]
+) -> None:
     """Raise OutputError if mode create finds a table with rows, UsageError for partitions other than the table's."""
-    if target.options.mode == "create" and has_rows():
+    if options.mode == "create" and has_rows():
         raise OutputError(
-            f"{target.shown}: the table has rows that this job did not write. Add to them with mode append, replace "
+            f"{shown}: the table has rows that this job did not write. Add to them with mode append, replace "
             "them with mode overwrite, or give another output."
         )
-    if target.options.partition_by and [*target.options.partition_by] != [*partitions]:
-        raise UsageError(f"{target.shown}: is partitioned by {[*partitions] or 'nothing'}; leave partition_by out.")
+    if options.partition_by and [*options.partition_by] != [*partitions]:
+        raise UsageError(f"{shown}: is partitioned by {[*partitions] or 'nothing'}; leave partition_by out.")
 
 
 def as_table(target: Target) -> TableTarget | None:

@@ -247,7 +247,7 @@ def _slices(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
     table = [
         {"slice": one["slice"], "value": one["value"], "rows": one["rows"], found["unit"]: _number(one["mean"])}
         | {"95 % interval": _range(one["low"], one["high"]), "lost": f"{one['lost']:+.1f}"}
-        | {"": "few rows" if one["small"] else ""}
+        | {"note": "few rows" if one["small"] else ""}
         for one in found["slices"]
     ]
     lines = [

@@ -3,15 +3,15 @@
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from torchlake.cli.command import ModelFolder, command
 from torchlake.cli.display import Outcome
 from torchlake.cli.engine import make_engine
 from torchlake.cli.options import Given
+from torchlake.config.arguments import read_named
 from torchlake.config.options import Option
-from torchlake.errors import MissingExtra, UsageError, pip_install
+from torchlake.errors import UsageError, need_library
 from torchlake.serving.options import ServeOptions
 
 _input = partial(Option, "Input")
@@ -70,15 +70,10 @@ def try_(model: ModelFolder, given: Given) -> Outcome:
 
 def load_serving() -> Any:
     """Return the module `torchlake.serving`. Raises MissingExtra without a server's libraries."""
-    from importlib.util import find_spec
-
     from torchlake import serving
 
-    missing = [
-        name for name in ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client") if not find_spec(name)
-    ]
-    if missing:
-        raise MissingExtra(f"serve needs {', '.join(missing)}: {pip_install('torchlake[serve]')}")
+    for library in ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client"):
+        need_library(library, "serve", "serve")
     return serving
 
 
@@ -90,6 +85,6 @@ def _serve_options(given: Given) -> ServeOptions:
     if port:
         options = {"port": int(port), **options}
     if given["api_key_file"] is not None:
-        options["api_key"] = Path(given["api_key_file"]).read_text(encoding="utf-8").strip()
+        options["api_key"] = read_named("--api-key-file", given["api_key_file"]).strip()
     options["allow_origin"] = tuple(options.get("allow_origin", ()))
     return ServeOptions(**options, truncate=not given["no_truncate"])

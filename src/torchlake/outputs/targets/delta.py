@@ -129,17 +129,18 @@ class DeltaTarget:
         """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
         schema = delta_schema(schema)
         check_partitions(
-            cast(Target, self),
+            self.shown,
             self.partition_by,
             schema,
-            key,
+            options=self.options,
+            key=key,
             cannot=lambda kind: pa.types.is_nested(kind) or pa.types.is_binary(kind),
         )
         table = snapshot.table
         if table is None:
             return
         check_rules(self.shown, table, self.options.mode)
-        check_existing(cast(Target, self), table.metadata().partition_columns, has_rows=table.file_uris)
+        check_existing(self.shown, table.metadata().partition_columns, options=self.options, has_rows=table.file_uris)
         there = pa.schema(table.schema().to_arrow())
         if self.options.mode == "overwrite":  # it replaces the columns too, but does not weaken them
             check_nulls(self.shown, schema, there)

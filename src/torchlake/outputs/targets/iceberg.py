@@ -159,10 +159,10 @@ class IcebergTarget:
         if table is not None:
             check_features(self.shown, table)
         columns = self.options.partition_by if table is None else checked_spec(self.shown, table)
-        check_partitions(cast(Target, self), columns, rows, key, cannot=_cannot_partition)
+        check_partitions(self.shown, columns, rows, options=self.options, key=key, cannot=_cannot_partition)
         if table is None:
             return
-        check_existing(cast(Target, self), columns, has_rows=lambda: files.has_rows(table))
+        check_existing(self.shown, columns, options=self.options, has_rows=lambda: files.has_rows(table))
         identifiers = table.schema().identifier_field_names()
         there = pa.schema(
             [one.with_nullable(one.nullable and one.name not in identifiers) for one in files.schema_to_arrow(table)]
