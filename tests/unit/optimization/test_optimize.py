@@ -164,7 +164,7 @@ def test_the_command_prints_a_line_per_candidate_or_json(
     assert lines[-1].startswith(f"predict will use eager for {model}")
     assert main([*words, "--processes", "1", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    assert told.keys() == {"runtime", "batch_tokens", "threads", "rows_per_s", "ratio", "candidates"}
+    assert told.keys() == {"runtime", "batch_tokens", "threads", "rows_per_s", "tokens_per_s", "ratio", "candidates"}
     assert told["candidates"][0]["runtime"] == "eager"
 
 

@@ -182,11 +182,10 @@ def test_nothing_overflows_in_a_browser(tmp_path: Path, width: int) -> None:
     content = (tmp_path / "eval.html").read_text()
     content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", content)
     probe = "<script>document.title=document.documentElement.scrollWidth+' '+innerWidth</script>"
-    inside = (
-        f'<iframe srcdoc="{(content + probe).replace("&", "&amp;").replace(chr(34), "&quot;")}" width={width}></iframe>'
-    )
-    reading = "<script>setTimeout(()=>{document.title=frames[0].document.title},500)</script>"
-    (tmp_path / "outer.html").write_text(f"<!doctype html>{inside}{reading}")
+    quoted = (content + probe).replace("&", "&amp;").replace('"', "&quot;")
+    reading = "document.title=this.contentDocument.title"
+    outer = f'<!doctype html><iframe srcdoc="{quoted}" width={width} onload="{reading}"></iframe>'
+    (tmp_path / "outer.html").write_text(outer)
     command = [
         "chromium",
         "--headless=new",
