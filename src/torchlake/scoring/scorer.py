@@ -35,7 +35,8 @@ from torchlake.data.batching import length_batches
 from torchlake.data.features import INPUT_IDS, first_equal
 from torchlake.errors import TaskError, Unavailable, UsageError
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders

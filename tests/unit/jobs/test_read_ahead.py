@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from torchlake.jobs.worker import read_ahead
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.jobs.worker.read_ahead import More, Ready, Workspace, reading_ahead
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.jobs.worker.task_progress import TaskProgress
 from torchlake.outputs.parts import PartFolder
 from torchlake.storage.versions import Version
@@ -32,20 +33,18 @@ def items(count: int) -> Iterator[tuple[Chunk, str]]:
     return ((chunk(number), f"part-{number}") for number in range(count))
 
 
-def worker(folder: Path, groups: list[list[int]], *, most: int, read: Any = None) -> Any:
-    """A worker that notes which chunks were written together; the first waits until the next ones are read."""
+def worker(
+    folder: Path, groups: list[list[int]], *, most: int, read: Any = None, first: Callable[[], Any] = int
+) -> Any:
+    """A worker that notes which chunks were written together; `first` is called before the first of them is written."""
     (folder / "table").mkdir(parents=True, exist_ok=True)
-    seen, enough = [], threading.Event()
 
     def reading(one: Chunk, attempt: Attempt) -> int:
-        seen.append(one.index)
-        if len(seen) > most:
-            enough.set()
         return one.index if read is None else read(one)
 
     def write(group: Sequence[Ready[int]], more: More[int]) -> Generator[tuple[Ready[int], int], None, None]:
         if not groups:
-            enough.wait(20 if most > 1 and read is None else 0)
+            first()
         groups.append([one.chunk.index for one in group])
         return ((one, one.read) for one in group)
 
@@ -54,9 +53,27 @@ def worker(folder: Path, groups: list[list[int]], *, most: int, read: Any = None
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_results_are_in_order_and_groups_within_the_limit(tmp_path: Path, most: int) -> None:
+def test_results_are_in_order_and_groups_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    submitted: list[Future[Any]] = []
+    last_ahead = threading.Event()
+
+    class Noting(ThreadPoolExecutor):
+        def submit(self, *given: Any, **named: Any) -> Future[Any]:
+            future = super().submit(*given, **named)
+            submitted.append(future)
+            if len(submitted) == 1 + most:
+                last_ahead.set()
+            return future
+
+    def all_read() -> None:
+        assert last_ahead.wait(60), f"{len(submitted)} of {1 + most} chunks were submitted"
+        wait(submitted[: 1 + most])
+
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", Noting)
     groups: list[list[int]] = []
-    assert list(worker(tmp_path, groups, most=most)(items(10))) == list(range(10))
+    assert list(worker(tmp_path, groups, most=most, first=all_read)(items(10))) == list(range(10))
     assert [number for group in groups for number in group] == list(range(10))
     assert groups[0] == [0]
     assert groups[1] == list(range(1, 1 + most))

@@ -18,7 +18,8 @@ from torchlake.data.features import Features
 from torchlake.errors import StorageError
 from torchlake.jobs.worker import writing
 from torchlake.jobs.worker.journal import Journal
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.outputs.staging.folders import ROWS, staging_of
 from torchlake.runtimes import Text
 from torchlake.tables.chunks import CHUNK_S, RowCost, plan_chunks

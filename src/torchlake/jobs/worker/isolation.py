@@ -11,7 +11,8 @@ from contextlib import nullcontext
 import numpy as np
 
 from torchlake.errors import Interrupted, RowErrors, StorageError, ran_out_of_memory
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts
+from torchlake.jobs.worker.poison_rows import Attempt
+from torchlake.jobs.worker.shared_batches import Attempts
 
 NOTHING = np.zeros(0, dtype=np.int64)
 

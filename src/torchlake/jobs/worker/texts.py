@@ -18,7 +18,7 @@ import numpy as np
 
 from torchlake.errors import TaskError, Unavailable
 from torchlake.jobs.worker.isolation import run_isolated
-from torchlake.jobs.worker.poison_rows import Attempts
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import EMPTY, Ended, Text, Writer
 

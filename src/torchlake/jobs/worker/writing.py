@@ -20,7 +20,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
 from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import MARK, Journal
-from torchlake.jobs.worker.poison_rows import Attempts
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.runtimes import EMPTY, Ended, Text, Writer
 
 PIECE_S = 10.0

@@ -27,8 +27,9 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.jobs.table_job import workspace_of
-from torchlake.jobs.worker.poison_rows import Attempt, Attempts, read_chunk
+from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
+from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.jobs.worker.texts import Prompt
 from torchlake.jobs.worker.writing import Writing
 from torchlake.outputs.transaction import Transaction
