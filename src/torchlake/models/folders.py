@@ -29,6 +29,8 @@ JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
 "The files that identify the folder of a run and of a tuning; a finished tuning has both."
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"Further chat templates, such as one for conversations with tools."
 ADAPTER_CONFIG, ADAPTER_TENSORS, BASE_RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 "The files of an adapter, in place of weights; see adapters/base.py."
 ADAPTER = "adapter"
@@ -36,7 +38,9 @@ ADAPTER = "adapter"
 IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 "The files of an image processor; the first that has one counts."
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+HUB_REFUSED = ("[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "*/*/*")
+"Files that `check_folder` would refuse: in folders, except numbered ones and that of further chat templates."
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "*.model", CHAT_TEMPLATE,
@@ -52,6 +56,7 @@ DECIDING_FILES = (
     ADAPTER_CONFIG,
     BASE_RECORD,
     *TOKENIZER_FILES,
+    NAMED_TEMPLATES,
     *IMAGE_FILES,
     *EMBEDDING_FILES,
 )
@@ -83,9 +88,8 @@ def model_folder(model: str | Path) -> Path:
 
     log.info("%s: no such folder; looking on the Hugging Face hub", model)
     try:
-        # Files that `check_folder` would refuse are not downloaded.
         snapshot = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["[!0-9]*/*", "*/*/*"]
+            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_REFUSED)
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
@@ -223,16 +227,19 @@ def weight_bytes(folder: str | Path) -> int:
 
 def tokenizer_hash(folder: str | Path) -> str:
     """Return the sha256 over the tokenizer's files; equal tokenizers have equal hashes."""
-    return _hash_files(model_folder(folder), TOKENIZER_FILES)
+    return _hash_files(model_folder(folder), (*TOKENIZER_FILES, NAMED_TEMPLATES))
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the chat template of the tokenizer in a folder, or several as JSON; None: it has none."""
-    if (folder / CHAT_TEMPLATE).exists():
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    """Return the text of the chat templates of the tokenizer in a folder; None: it has none."""
     config = folder / "tokenizer_config.json"
     named = atomic_io.read_json(config).get("chat_template") if config.exists() else None
-    return named if named is None or isinstance(named, str) else json.dumps(named)
+    if (folder / CHAT_TEMPLATE).exists():
+        named = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if named is None:
+        return None
+    further = (file.read_text(encoding="utf-8") for file in sorted(folder.glob(NAMED_TEMPLATES)))
+    return "\n".join([named if isinstance(named, str) else json.dumps(named), *further])
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ from torchlake import plugins
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import ConfigError, TableError, UsageError
+from torchlake.preparation.conversations import with_table
 from torchlake.preparation.problem import draft_spec
 from torchlake.runs.folder import read_options_of, stored_tables
 from torchlake.storage.spread import Spread, in_process
@@ -16,13 +17,18 @@ from torchlake.tasks import Task
 
 
 def check_tables(job: Job, *, spread: Spread = in_process, trained: Path | None = None) -> None:
-    """Raise TableError for a missing table or column. `trained`: a run folder that continues with these tables only."""
+    """Raise TableError for a missing table or column, UsageError for settings that its rows do not use.
+
+    `trained`: a run folder that continues with these tables only.
+    """
     drafted = draft_spec(job)
     task = plugins.load("tasks", drafted.task)
     for name, table in stored_tables(job).items():
         try:
             read, options = drafted, read_options_of(job, name)
-            if task.packs:
+            if drafted.rows.system or drafted.rows.messages:
+                read = with_table(drafted, table, options, spread)
+            elif task.packs:
                 read = task.find_columns(open_table(table, options=options, spread=spread).schema, drafted, None)
             columns = tuple(column for column in (*read.columns, job.data.key) if column is not None)
             open_table(table, columns=columns, options=options, spread=spread)

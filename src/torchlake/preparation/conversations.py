@@ -35,6 +35,7 @@ def with_table(spec: TaskSpec, table: StoredTable, options: ReadOptions, spread:
         return spec
     opened = open_table(table, options=options, spread=spread)
     found: TaskSpec = task.find_columns(opened.schema, spec, lambda column: first_rows(opened, [column]))
+    check_settings_of_chats(opened.schema, task, found, opened.source)
     return found
 
 
@@ -83,9 +84,17 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
         )
     if spec.rows.pack == "stream" and chat:
         raise UsageError(f"data.pack: stream: {spec.text!r} holds conversations, which are packed whole. Remove it.")
-    if (spec.rows.system or spec.rows.messages) and not chat:
-        name = "data.system" if spec.rows.system else "data.messages"
-        raise UsageError(f"{name}: {spec.text!r} holds text, not conversations. Remove the setting.")
+    check_settings_of_chats(schema, task, spec, source)
+
+
+def check_settings_of_chats(schema: pa.Schema, task: Any, spec: TaskSpec, source: str) -> None:
+    """Raise UsageError for settings that would change nothing, because the columns hold text."""
+    name = "data.system" if spec.rows.system else "data.messages" if spec.rows.messages else None
+    sides = [one for one in (spec.text, spec.inputs.get("completion")) if isinstance(one, str) and one in schema.names]
+    if name is None or not task.packs or (isinstance(spec.text, str) and spec.text not in schema.names):
+        return
+    if not (spec.rows.chat or any(task.holds_chats(schema.field(one).type, spec) for one in sides)):
+        raise UsageError(f"{name}: {source}: {spec.text!r} holds text, not conversations. Remove the setting.")
 
 
 def packed_facts(prepared: Path, training: np.ndarray, spec: TaskSpec) -> dict[str, Any]:

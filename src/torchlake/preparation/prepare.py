@@ -42,6 +42,7 @@ from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import Table
+from torchlake.tasks._rendering import tell_time, time_of_job
 from torchlake.tasks._whole_rows import TOO_LONG
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class PrepareSettings:
     workspace: Workspace
     reference: Reference | None = None
     "The model whose log-probabilities of answers are stored; None: none are."
+    time: str | None = None
+    "The time that chat templates are told; None: they do not ask."
 
 
 def prepare(
@@ -113,6 +116,7 @@ class _Preparing:
     reference: Reference | None
     source: str = ""
     fitted: bool = False
+    time: str | None = None
     name: str = "prepare"
     key: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +137,7 @@ class _Preparing:
         return token_schema(self.spec)
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        made = {
             "format": 3 if self.spec.whole else 2,
             "tokenizer": None if self.tokenizer is None else folders.tokenizer_hash(self.tokenizer),
             "spec": atomic_io.digest(spec_to_json(self.spec)),
@@ -141,6 +145,11 @@ class _Preparing:
             **({} if self.reference is None else {"reference": self.reference.identity}),
             **({"json": True} if self.spec.rows.chat else {}),
         }
+        renders = self.task.packs or self.task.pairs
+        template = folders.chat_template(self.tokenizer) if renders and self.tokenizer is not None else None
+        told = time_of_job(template, made, earlier)
+        self.time = told.get("time")
+        return {**made, **told}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
         settings = PrepareSettings(
@@ -149,6 +158,7 @@ class _Preparing:
             bad_rows=self.bad_rows,
             workspace=workspace_of(out),
             reference=self.reference,
+            time=self.time,
         )
         return self.engine.run_chunks(
             plugins.carried(self.spec.task, partial(make_token_worker, settings)),
@@ -188,6 +198,8 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     task = plugins.load("tasks", spec.task)
     folder = None if settings.tokenizer is None else Path(settings.tokenizer)
     processor = task.load_processor(folder, spec, scoring=False)
+    if settings.time is not None:
+        tell_time(processor, settings.time)
     reader = ChunkReader(spec.columns)
     schema, embeddings = token_schema(spec), None if folder is None else load.embeddings(folder)
     score = None if settings.reference is None else make_reference(settings.reference, spec, processor)

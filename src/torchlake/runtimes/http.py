@@ -213,7 +213,8 @@ class _Requests:
             return
         client = Client(self._endpoint, self._limits)
         try:
-            answers = await run_batch(client, {one.row: one.body for one in asked}, known, note)
+            again = frozenset() if known is None else known.settled
+            answers = await run_batch(client, {one.row: one.body for one in asked if one.row not in again}, known, note)
         finally:
             await client.close()
         left = [one for one in asked if one.row not in answers]

@@ -38,6 +38,7 @@ from torchlake.scoring.options.job import (
     products_of,
     say_if_optimizing_pays,
     with_export,
+    with_time,
     with_versions,
 )
 from torchlake.scoring.options.settings import check_devices, scoring_settings
@@ -205,6 +206,7 @@ def predict(
                 "Parquet first and score that into an output folder."
             )
         refuse_for_frames(options, native)
+        settings, _ = with_time(settings, spec, {})
         return _predict_frame(table, native, settings, spec, engine, job_options)
     if place is None:
         raise UsageError(
@@ -265,8 +267,8 @@ class Scoring:
         runner = self.engine or Local()
         settings = with_versions(with_export(self.settings, runner), runner)
         settings = replace(settings, products=products_of(self.settings, earlier))
-        self.settings = with_ranges(settings, source, earlier, runner)
-        return fingerprint_of(self.settings, self.spec)
+        self.settings, told = with_time(with_ranges(settings, source, earlier, runner), self.spec, earlier)
+        return {**fingerprint_of(self.settings, self.spec), **told}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
         if len(items) == len(out.plan.chunks):

@@ -28,6 +28,7 @@ from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import check_column
 from torchlake.tasks._null_rows import NULL_INPUT, read_inputs, rows_of
 from torchlake.tasks._prompts import read_prompts, with_examples
+from torchlake.tasks._rendering import tell_time
 from torchlake.tasks._row_options import OPTIONS, row_options, with_seeds
 
 Runtime = str | Callable[..., Forward | Writer]
@@ -89,6 +90,8 @@ class ScoringSettings:
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
     prompts: PromptOptions = field(default_factory=PromptOptions)
+    time: str | None = None
+    "The time that the chat template is told; None: it does not ask, or is told the time of each call."
     chunks_ahead: int = 1
     "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1
@@ -158,6 +161,8 @@ class RowReader:
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
         if self.settings.prompts.chat_template is not None:
             self.processor.chat_template = self.settings.prompts.chat_template
+        if self.settings.time is not None:
+            tell_time(self.processor, self.settings.time)
         continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,10 @@ AT_ONCE_BYTES = 1 << 15
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from torchlake.tasks import _rendering as it; it.serve()"
 )
+
+
+NOW = "strftime_now"
+"The function that tells templates the time."
 
 
 class RenderLimitExceeded(ValueError):
@@ -115,6 +120,26 @@ _lock = threading.Lock()
 _renderer: Renderer | None = None
 
 
+def time_of_job(template: str | None, made: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, str]:
+    """Return the time that templates are told in a job, as part of its fingerprint: when it was planned first.
+
+    `made` is the fingerprint without it, `earlier` that of the output, whose job it may continue. Empty if the template
+    does not ask, and for an output of a version that did not record it.
+    """
+    if template is None or NOW not in template:
+        return {}
+    before = dict(earlier)
+    recorded = before.pop("time", None)
+    if before != json.loads(json.dumps(made)):
+        recorded = datetime.now().isoformat(timespec="seconds")
+    return {} if recorded is None else {"time": recorded}
+
+
+def tell_time(tokenizer: Any, time: str | None) -> None:
+    """Let `render` tell the templates of this tokenizer that it is `time`; None: the time at which each is rendered."""
+    tokenizer.time_of_job = time
+
+
 def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] | ValueError]:
     """Return for each conversation its texts by the tokenizer's chat template, or why it has none.
 
@@ -127,7 +152,8 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])]  # for tools it may be another
-    template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special)], default=str)
+    time = getattr(tokenizer, "time_of_job", None)
+    template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special), time], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
     found: list[list[Rendered] | ValueError] = []
     exceeded = 0
@@ -210,12 +236,16 @@ def serve() -> None:
 
 
 class _Template:
-    """A chat template with its special tokens."""
+    """A chat template with its special tokens and, unless that is None, the time that it is told."""
 
-    def __init__(self, source: str, special: Mapping[str, Any], tokens: Sequence[str]) -> None:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def __init__(self, source: str, special: Mapping[str, Any], tokens: Sequence[str], time: str | None) -> None:
+        from transformers.utils import chat_template_utils
 
-        self.render: Any = render_jinja_template
+        module: Any = chat_template_utils
+        if time is not None:  # in this process the clock of templates stands still; no variable may be a function
+            now = datetime.fromisoformat(time)
+            module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})
+        self.render: Any = module.render_jinja_template
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.end: tuple[str | None, str] | None = None

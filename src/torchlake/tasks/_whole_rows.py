@@ -118,6 +118,9 @@ class _Making:
             self.errors[one.row] = row_error(made)
         if fitting:
             fitting[0].cut = max(0, len(one.ids) - sum(len(each.ids) for each in fitting))
+        else:
+            one.cut, one.ids = len(one.ids), one.ids[:0]
+            fitting = [one]
         self.sequences[one.row][place : place + 1] = fitting
 
     def _rendered(self, requests: Mapping[int, Request]) -> dict[int, list[_Sequence] | ValueError]:
@@ -275,6 +278,8 @@ def _finished(making: _Making, row: int) -> list[_Sequence]:
     """Return the sequences of a row that have targets; add an error for a row without any."""
     sequences = making.sequences.get(row, [])
     kept = [one for one in sequences if (one.ids[1:] >= 0).any()]
+    if kept:  # what is cut of the answers that do not fit is of the row, too
+        kept[0].cut += sum(one.cut for one in sequences) - sum(one.cut for one in kept)
     if row not in making.errors and not kept:
         why = f"{NO_ANSWER}: none of what is learned fits, with the message before it, into {making.length:,} tokens"
         making.errors[row] = f"{why} (model.max_length)" if row in making.sequences else NULL_INPUT

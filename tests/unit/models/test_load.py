@@ -93,6 +93,19 @@ def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
     assert folders.model_hash(tmp_path / "model") == folders.model_hash(tiny_model)
 
 
+def test_further_chat_templates_are_part_of_the_hash(tmp_path: Path, tiny_model: Path) -> None:
+    """transformers saves named ones beside the default one, and renders conversations with tools by `tool_use`."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    model, hashes = tmp_path / "model", []
+    for content in (None, "a", "b"):
+        if content is not None:
+            (model / "additional_chat_templates").mkdir(exist_ok=True)
+            (model / "additional_chat_templates" / "tool_use.jinja").write_text(content)
+        hashes.append((folders.tokenizer_hash(model), folders.model_hash(model)))
+    assert hashes[0] == (folders.tokenizer_hash(tiny_model), folders.model_hash(tiny_model))
+    assert all(len(set(each)) == 3 for each in zip(*hashes, strict=True))
+
+
 @pytest.mark.parametrize(
     ("problem", "labels"),
     [

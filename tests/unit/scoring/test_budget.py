@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import s3_server
 from s3_server import BUCKET
+from torchlake import failpoints
 from torchlake.errors import StorageError
 from torchlake.jobs.worker.journal import Journal
 from torchlake.runtimes._http.answers import Answer
@@ -152,6 +153,44 @@ def test_each_row_of_a_batch_is_settled_once_whatever_attempts_are_killed(tmp_pa
             one.keep(row, Answer(texts=("x",), prompt_tokens=3, generated_tokens=2))
         one.journal.close()
     assert account.read().tokens == 4 * 5
+
+
+def test_an_answer_of_a_batch_that_is_not_kept_is_settled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are killed before and after its part of the most is replaced; the account never has less than is due."""
+    account = open_account(str(tmp_path), create=True)
+    asked = {row: Asked(body=b"%d" % row, tokens=1, size=4, most=10) for row in range(3)}
+    most, lost = 4 + 16 + 10, Answer(error="batch: expired", final=False)
+
+    def attempt() -> OpenChunk:
+        journal = Journal(str(tmp_path), "part-0.parquet", {row: mark(one.body) for row, one in asked.items()})
+        return OpenChunk(journal, asked, SpendingBudget(UNLIMITED, None, str(tmp_path)))
+
+    one = attempt()
+    assert all(one.begin(row, lost=False) for row in asked)
+    one.note_batch(Begun("file", "batch"))
+    one.keep(2, lost)
+    monkeypatch.setenv("TORCHLAKE_FAILPOINT", "answer.settle:1:raise")
+    monkeypatch.setattr(failpoints, "_hits", {})
+    with pytest.raises(RuntimeError, match=r"answer\.settle"):
+        one.keep(1, lost)
+    one.journal.close()
+    assert account.read().tokens == 2 * most
+    one = attempt()
+    assert one.known_batch() == Begun("file", "batch", frozenset({1, 2}))
+    one.keep(0, lost)
+    assert account.read().tokens == most, "what the killed attempt has not settled stays"
+    one.journal.close()
+    one = attempt()
+    assert one.known_batch() == Begun("file", "batch", frozenset(asked))
+    assert all(one.begin(row, lost=False) for row in asked)
+    one.note_batch(Begun("again", "another"))
+    one.journal.close()
+    one = attempt()
+    assert one.known_batch() == Begun("again", "another")
+    for row in asked:
+        one.keep(row, Answer(texts=("x",), prompt_tokens=3, generated_tokens=2))
+    one.journal.close()
+    assert account.read().tokens == most + 3 * 5
 
 
 def test_an_account_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:

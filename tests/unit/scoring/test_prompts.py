@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from transformers import AutoTokenizer
 
 import tiny
 import torchlake as tl
-from torchlake import plugins
-from torchlake.errors import FingerprintError, TableError, UsageError
+from torchlake import failpoints, plugins
+from torchlake.errors import FingerprintError, TableError, TorchlakeError, UsageError
 from torchlake.models.generation import without_reasoning
+from torchlake.tasks import _rendering
 from torchlake.tasks._prompts import with_prompts
 
 TEMPLATE = (
@@ -112,6 +115,49 @@ def test_unfinished_answers_are_continued_if_that_is_asked_for(model: Path) -> N
     assert joined(found) == texts(model, ["<user> hi </s><assistant> I am", "<user> hi </s><assistant><think>"])
     assert found[0][0] is None
     assert found[1][0] is not None, "its prompt ends with the mark of reasoning"
+
+
+class Fake(datetime):
+    """A clock that stands still."""
+
+    at = ""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> "Fake":
+        return cls.fromisoformat(cls.at)
+
+
+def test_a_job_that_is_resumed_tells_templates_the_time_of_its_beginning(
+    tmp_path: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is killed on one day, and the same command runs on the next one; another job has another time."""
+    monkeypatch.setattr(_rendering, "datetime", Fake)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_gpt2, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'film ' * (strftime_now('%d') | int) }}"
+    )
+    chats = pa.table({"messages": [[{"role": "user", "content": word}] for word in ("good", "bad", "we", "like")]})
+    pq.write_table(chats, tmp_path / "in.parquet", row_group_size=1)
+
+    def counts(name: str, day: str, recorded: str | None = None) -> list[int]:
+        Fake.at = f"2024-02-{day}T23:59:00"
+        given: dict[str, Any] = {"text": "messages", "max_new_tokens": 1, "chunk_rows": 1}
+        made = tl.predict(folder, tmp_path / "in.parquet", tmp_path / name, engine=tiny.Here(), **given)
+        assert made.record["fingerprint"]["time"] == f"2024-02-{recorded or day}T23:59:00"
+        return [row["prompt_tokens"] for row in pq.read_table(tmp_path / name).to_pylist()]
+
+    whole = counts("whole", "07")
+    with monkeypatch.context() as broken:
+        broken.setattr(failpoints, "_hits", {})
+        broken.setenv("TORCHLAKE_FAILPOINT", "part.rename:3:enospc")
+        with pytest.raises(TorchlakeError):
+            counts("out", "07")
+    parts = list(tmp_path.rglob("part-*.parquet"))
+    assert len(whole) < len(parts) < 2 * len(whole)
+    assert counts("out", "21", recorded="07") == counts("out", "22", recorded="07") == whole
+    other = counts("other", "21")
+    assert [more - count for more, count in zip(other, whole, strict=True)] == [14] * 4
 
 
 def test_prompts_are_part_of_the_job(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,16 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
-from torchlake import plugins
+from torchlake import failpoints, plugins
 from torchlake.config.job import load_job
-from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.errors import ConfigError, DataError, TorchlakeError, UsageError
 from torchlake.models import load
 from torchlake.preparation.conversations import with_table
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.tables.record import read_commit
 from torchlake.tables.sources._options import ReadOptions
+from torchlake.tasks import _rendering
 
 SAID = ("good ?", "yes , all of it", "a film that we like", "it was boring", "is it fun ?", "no")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -195,6 +198,79 @@ def test_rows_that_are_too_long_are_cut_dropped_or_errors(tmp_path: Path, tiny_g
     assert found["drop"] == found["error"] == ["too_long", None, None, "too_long"]
     assert found["cut_start"] == [None, None, None, "no_answer_left"]
     assert read_commit(tmp_path / "cut_start" / "tokens")["provenance"]["truncated"]["rows"] == 1
+
+
+def test_settings_of_conversations_beside_strings_are_refused(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """They would change nothing; beside completions that are messages they do."""
+    strings = pa.table({"prompt": ["good ?", "fun ?"], "answer": [" yes", " no"]})
+    for own in ({"system": "be good"}, {"messages": {"role": "by", "content": "said"}}):
+        for columns in ({"text": "prompt"}, {"text": ["prompt", "answer"]}, {"text": "prompt", "completion": "answer"}):
+            job = sections(tmp_path, tiny_gpt2, strings, **own, **columns)
+            with pytest.raises(UsageError, match=rf"data\.{next(iter(own))}: .*hold(s)? text, not conversations"):
+                tl.train(run=tmp_path / "run", engine=tiny.Here(), **job)
+            assert not (tmp_path / "run").exists()
+    answers = [[{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]]
+    table = pa.table({"prompt": ["good ?", "fun ?"], "answer": answers})
+    rows = []
+    for system in (None, "be good"):
+        folder = tmp_path / str(system)
+        folder.mkdir()
+        prepared(folder, tiny_gpt2, table, text="prompt", completion="answer", system=system)
+        rows.append(pq.read_table(folder / "tokens")["length"].to_pylist())
+    assert all(longer > shorter for shorter, longer in zip(*rows, strict=True))
+
+
+def test_answers_that_do_not_fit_are_counted_as_cut(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """The template leaves out earlier answers, so each answer is a sequence; the first one does not fit."""
+    shutil.copytree(tiny_gpt2, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}> {% if m.role != 'assistant' or loop.last %}{{ m.content }} "
+        "{% endif %}</s>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    chat = [
+        {"role": "user", "content": "good ?"},
+        {"role": "assistant", "content": "film " * 80},
+        {"role": "user", "content": "fun ?"},
+        {"role": "assistant", "content": "no"},
+    ]
+    prepared(tmp_path, tmp_path / "base", pa.table({"messages": [chat, chat[2:]]}), learn="assistant")
+    found = pq.read_table(tmp_path / "tokens")
+    assert [len(one) for one in found["sequences"].to_pylist()] == [1, 1]
+    assert found["cut"].to_pylist()[1] == 0
+    assert found["cut"].to_pylist()[0] > 60
+
+
+class Fake(datetime):
+    """A clock that stands still."""
+
+    day = 0
+
+    @classmethod
+    def now(cls, tz: Any = None) -> "Fake":
+        return cls(2024, 2, cls.day, 23, 59)
+
+
+def test_rows_prepared_on_two_days_tell_templates_one_time(
+    tmp_path: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_rendering, "datetime", Fake)
+    base, table = tmp_path / "base", pa.table({"messages": chats(3)})
+    shutil.copytree(tiny_gpt2, base)
+    (base / "chat_template.jinja").write_text(
+        "{{ 'film ' * (strftime_now('%d') | int) }}{% for m in messages %}<{{ m.role }}> {{ m.content }}</s>"
+        "{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    lengths = []
+    for folder, day, point in (("a", 7, ""), ("b", 7, "part.rename:1:enospc"), ("b", 9, ""), ("c", 9, "")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Fake.day = day
+        with monkeypatch.context() as broken, pytest.raises(TorchlakeError) if point else nullcontext():
+            broken.setattr(failpoints, "_hits", {})
+            broken.setenv("TORCHLAKE_FAILPOINT", point or "none:1:raise")
+            prepared(tmp_path / folder, base, table, tiny.Here(), learn="assistant")
+            lengths.append(pq.read_table(tmp_path / folder / "tokens")["length"].to_pylist())
+    assert lengths[0] == lengths[1]
+    assert [more - length for more, length in zip(lengths[2], lengths[1], strict=True)] == [2, 2, 2]
 
 
 def test_a_row_without_any_of_its_texts_is_an_error(tmp_path: Path, tiny_gpt2: Path) -> None:

@@ -322,6 +322,7 @@ def test_settings_of_conversations_are_refused_beside_strings(tmp_path: Path, ba
     job["data"] |= data
     with pytest.raises(UsageError, match=rf"data\.{next(iter(data))}: opening, better, worse hold text, not"):
         tl.train(None, run=tmp_path / "run", **job)
+    assert not (tmp_path / "run").exists()
 
 
 def sections(folder: Path, base: Path, **train: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ a row that end before they are ready, or `MAX_DEATHS` in a row without an answer
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class ForeignWriter:
                 self._heard = time.monotonic()
             self._open[self._next] = one
             header = {"type": "add", "row": self._next, "options": self._model.translate(one.prompt, one.options)}
-            process.send(protocol.pack(header, one.prompt))
+            process.send(protocol.pack(header, array("i", one.prompt.tobytes())))
             self._next += 1
         assert process is not None, "there are rows"
         return process
@@ -236,7 +237,7 @@ class ForeignWriter:
             raise protocol.BrokenFrame(
                 f"an answer of {len(tokens)} tokens, and {one.options.max_new_tokens} are allowed"
             )
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._model.vocabulary):
+        if len(tokens) and tokens.view("<u4").max() >= self._model.vocabulary:  # one below 0 is a large one
             wrong = tokens[(tokens < 0) | (tokens >= self._model.vocabulary)][0]
             raise protocol.BrokenFrame(f"an answer with token {wrong}, and the model has {self._model.vocabulary}")
         if reason not in ("end", "stop", "length"):

@@ -23,8 +23,8 @@ Prompt = str | Sequence[Mapping[str, Any]]
 "Text, or messages."
 PATHS: dict[Api, str] = {"chat": "chat/completions", "completions": "completions", "embeddings": "embeddings"}
 INPUTS: dict[Api, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
-OWN = ("model", "stream", "messages", "prompt", "input")
-"Fields of a body that are not options."
+OWN = ("model", "stream", "stream_options", "messages", "prompt", "input", "n")
+"Fields of a body that are not options, and the number of answers, which decides the columns."
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OPTIONS = {
     "max_new_tokens": "max_tokens",
@@ -105,6 +105,8 @@ class Begun:
     "The id of its requests."
     batch: str = ""
     "Its own id; empty: it is not known whether the endpoint has begun it."
+    settled: frozenset[int] = frozenset()
+    "Rows whose answers from it an earlier attempt has paid, and not kept: they are asked again."
 
 
 Note = Callable[[Begun], None]
@@ -164,11 +166,15 @@ def checked_key_env(name: str | None) -> str | None:
 def body_options(api: Api, generation: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of bodies: options of text generation by their names there, then `more` as they are.
 
-    A null in `more` removes a field. Raises UsageError for an option that the API does not have.
+    A null in `more` removes a field. Raises UsageError for an option that the API does not have, and in `more` for a
+    field that torchlake sets.
     """
     own = next((name for name in more if name in OWN), None)
     if own is not None:
         raise UsageError(f"request_options: {own!r} is not an option: torchlake sets it for each request.")
+    for name, field_name in OPTIONS.items():
+        if more.get(field_name) is not None:
+            raise UsageError(f"request_options: {field_name!r} is the option {name}: use that. null leaves it out.")
     if generation and api == "embeddings":
         raise UsageError(f"{', '.join(generation)}: for texts that are written, and embeddings are vectors.")
     lacking = sorted(generation.keys() - OPTIONS.keys() - {"logprobs"})

@@ -122,13 +122,15 @@ def _endpoint(
         raise UsageError(f"{', '.join(around)}: for chat completions, and api is {kind!r}.")
     own = {} if generation is None else _fields(sampling, generation)
     form, choices = _structure(kind, None if generation is None else generation.structure)
+    more = given.get("request_options") or {}
+    _refuse_replaced(more, form, prompts, spec)
     return (
         Endpoint(
             url=checked_url(given["endpoint"], insecure=bool(given.get("insecure_endpoint"))),
             model=given["model_name"],
             api=kind,
             key_env=checked_key_env(given.get("key_env")),
-            options=body_options(kind, own, {**form, **(given.get("request_options") or {})}),
+            options=body_options(kind, own, {**form, **more}),
             choices=choices,
             timeout_s=given.get("row_timeout_s", 600.0),
             max_retries=given.get("max_retries", 8),
@@ -152,6 +154,15 @@ def _structure(api: Api, structure: Any) -> tuple[dict[str, Any], tuple[str, ...
             "takes besides can be sent with request_options (--request-option NAME=VALUE)."
         )
     return {"response_format": json_format(structure.schema, structure.choices)}, tuple(structure.choices)
+
+
+def _refuse_replaced(more: Mapping[str, Any], form: Mapping[str, Any], prompts: Any, spec: TaskSpec) -> None:
+    """Raise UsageError for a field of `request_options` that another option of the job sets."""
+    tools = prompts.tools or "tools" in spec.inputs
+    own = {"response_format": form, "tools": tools, "chat_template_kwargs": prompts.template_options}
+    for name in own.keys() & more.keys():
+        if own[name]:
+            raise UsageError(f"request_options: {name!r} is there already, by another option of the job. Keep one.")
 
 
 def _fields(sampling: Mapping[str, Any], generation: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import StorageError
+from torchlake.failpoints import failpoint
 from torchlake.jobs.worker.journal import MARK, Journal
 from torchlake.jobs.worker.poison_rows import Attempt, read_chunk
 from torchlake.jobs.worker.read_ahead import More, Ready, WrittenChunk, examples_of, reading_ahead
@@ -34,6 +35,8 @@ from torchlake.tables.reading import ChunkReader
 
 NOTE_S = 1.0
 "Seconds between two notes of progress."
+SETTLED = b"settled"
+"After the notes of a row's batches: what the last one has taken for the row is in the account."
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class OpenChunk:
         self.error: BaseException | None = None
         self._aside: dict[int, Amount] = {}
         "What open requests may take."
-        self._notes, self._kept = max(journal.begun.values(), key=len, default=b""), dict[int, int]()
+        notes = (begun.removesuffix(SETTLED) for begun in journal.begun.values())
+        self._notes, self._kept = max(notes, key=len, default=b""), dict[int, int]()
         "Batches, the latest last, and the bytes of that which this attempt has kept for rows."
         self._ended = threading.Event()
         self._check()
@@ -85,6 +89,9 @@ class OpenChunk:
         """Keep an answer before its slot is free; one that may come out better is not kept for the next attempt."""
         if answer.final:
             self.journal.append(row, answer.to_bytes())
+        elif self._notes:  # or the next attempt at the batch would settle it again
+            self.journal.extend(row, 0, self._notes + SETTLED)
+        failpoint("answer.settle")
         self._settle(row, answer)
         self.answers[row] = answer
         self._check()
@@ -105,11 +112,12 @@ class OpenChunk:
         """Return the batch that an earlier attempt has begun; what it may take is in the account."""
         if not self._notes:
             return None
-        note, rows = json.loads(self._notes.splitlines()[-1]), self._asked.keys() - self.answers.keys()
+        settled = {row for row, begun in self.journal.begun.items() if begun == self._notes + SETTLED}
+        note, rows = json.loads(self._notes.splitlines()[-1]), self._asked.keys() - self.answers.keys() - settled
         self._budget.adopt(len(rows))
         # Other rows may have had their answers, and their part of the most, in an attempt between.
         self._aside = dict.fromkeys(rows, Amount().plus(Amount(*note["most"]), 1 / note["rows"]))
-        return Begun(note["file"], note["batch"])
+        return Begun(note["file"], note["batch"], frozenset(settled))
 
     def note_batch(self, begun: Begun) -> None:
         """Keep a batch, after those before it, as the beginning of the first row that has no answer."""

@@ -26,6 +26,7 @@ from torchlake.scoring.runtime_choice import (
 )
 from torchlake.scoring.workers.tables import make_preparing_worker, make_versions_worker
 from torchlake.tables.chunks import RowCost
+from torchlake.tasks._rendering import time_of_job
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +168,20 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         **({} if not settings.prompts.given() else {"prompts": settings.prompts.given()}),
         **({} if not settings.explode else {"samples": settings.samples}),
     }
+
+
+def with_time(
+    settings: ScoringSettings, spec: TaskSpec, earlier: Mapping[str, Any]
+) -> tuple[ScoringSettings, dict[str, str]]:
+    """Return the settings with the time that chat templates are told, and it as a part of the job's fingerprint.
+
+    `earlier` is the output's fingerprint.
+    """
+    template = None
+    if settings.generation is not None:
+        template = settings.prompts.chat_template or folders.chat_template(Path(settings.model))
+    told = time_of_job(template, fingerprint_of(settings, spec), earlier)
+    return replace(settings, time=told.get("time")), told
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
