@@ -38,7 +38,7 @@ from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import noted_signals
 from torchlake.processes.serialization import pack, unpack
 from torchlake.redaction import redacted
-from torchlake.serving.asgi import app, writes_text
+from torchlake.serving.asgi import build_app, writes_text
 from torchlake.serving.connections import BACKLOG, HANGS, TICK_S, ServerProcess
 from torchlake.serving.options import ServeOptions
 
@@ -69,7 +69,7 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
     if options.processes > 1:
         return _serve_several(model, options, load_options)
     with listen(options.host, options.port) as listener:
-        return run(app(model, options=options, **load_options), listener)
+        return run(build_app(model, options, load_options), listener)
 
 
 def run(application: FastAPI, listener: socket.socket) -> int:
@@ -94,21 +94,20 @@ def try_out(model: str | Path, *, options: ServeOptions, read: Callable[[str], s
     """Serve a page to try a model; `read` asks for each column of a row in the terminal, until it raises EOFError."""
     if read is None:
         return serve(model, options=options, **load_options)
-    listener = listen(options.host, options.port)
-    application = app(model, options=options, **load_options)
-    server = ServerProcess(application)
-    loaded = server.service.model
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    print(f"http://{options.host}:{listener.getsockname()[1]} has a page. Here, Ctrl-D ends.")
-    try:
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
-            while True:
-                (row,) = loaded([{name: read(f"{name}> ") for name in loaded.spec.input_columns}])
-                print("\n".join(f"  {name}: {value}" for name, value in row.items()))
-    finally:
-        server.handle_exit(signal.SIGTERM, None)
-        thread.join()
+    with listen(options.host, options.port) as listener:
+        server = ServerProcess(build_app(model, options, load_options))
+        loaded = server.service.model
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        print(f"http://{options.host}:{listener.getsockname()[1]} has a page. Here, Ctrl-D ends.")
+        try:
+            with contextlib.suppress(EOFError, KeyboardInterrupt):
+                while True:
+                    (row,) = loaded([{name: read(f"{name}> ") for name in loaded.spec.input_columns}])
+                    print("\n".join(f"  {name}: {value}" for name, value in row.items()))
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join()
     return 0
 
 
@@ -148,7 +147,7 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
     try:
         with (
             tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics,
-            Children(grace_s=options.drain_timeout + 1) as children,
+            Children(grace_s=options.drain_timeout + 1, held=(signal.SIGHUP,)) as children,
         ):
 
             def start(number: int) -> None:
@@ -165,7 +164,7 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
 def _serve_shared(model: str, options: ServeOptions, load_options: dict[str, Any]) -> None:
     """Serve in this process, as one of several on a port, and end it."""
     try:
-        application = app(model, options=options, **load_options)
+        application = build_app(model, options, load_options)
         # Only now: the system would give it connections while it loads the model.
         with listen(options.host, options.port, shared=True) as listener:
             code = run(application, listener)
@@ -229,14 +228,14 @@ def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_optio
     made: Any = make_engine(engine, options.processes) if isinstance(engine, str) else engine
     if not hasattr(made, "serve"):
         raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
-    usual = ServeOptions()
-    if own := [name for name in ("read_timeout", "drain_delay") if getattr(options, name) != getattr(usual, name)]:
-        raise UsageError(f"{', '.join(own)}: of torchlake's own server; with Ray, its proxies accept connections.")
+    options.refuse(
+        ("read_timeout", "drain_delay"), "of torchlake's own server; with Ray, its proxies accept connections."
+    )
     folder = folders.model_folder(model).absolute()  # replicas may run in another folder
     if plugins.load("tasks", load_spec(folder).task).generates:
         raise writes_text(folder, load_spec(folder).task)
     # The proxies of Ray Serve accept connections; a replica answers what they send it.
-    build = partial(app, folder, options=replace(options, processes=1), **load_options)
+    build = partial(build_app, folder, replace(options, processes=1), load_options)
     name, address = options.name or "torchlake", (options.host, options.port)
     made.join()  # Ray sets its own signal handlers, which are replaced below
     with noted_signals() as stop:

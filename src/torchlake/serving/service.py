@@ -56,6 +56,7 @@ class Service:
     "The threads of the model, and of those before it while they compute."
 
     def __post_init__(self) -> None:
+        self.first = identity(self.source)  # before it is read: what changes meanwhile is a new model
         model = self.load()
         self.metrics = ServerMetrics()  # its files tell other processes that this one serves
         self.take(model)
@@ -127,7 +128,7 @@ class Service:
 async def watch_folder(service: Service) -> None:
     """Take a new model whenever the folder that was given has one that stays the same for a second."""
     loop = asyncio.get_running_loop()
-    taken = before = await loop.run_in_executor(None, identity, service.source)
+    taken = before = service.first
     while True:
         await asyncio.sleep(LOOK_S)
         found = await loop.run_in_executor(None, identity, service.source)

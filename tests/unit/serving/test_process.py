@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ import pytest
 import torch
 
 import tiny
-from serving_runs import Running, free_port, running, started, until
+from serving_runs import Running, Stuck, free_port, running, started, until
 from torchlake.cli.main import main
-from torchlake.errors import PortTaken, UsageError
+from torchlake.errors import PortTaken, TorchlakeError, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
-from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import _supervise, listen
+from torchlake.serving.process import _supervise, listen, try_out
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -164,25 +162,6 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         batcher._compute = compute
 
 
-@dataclass
-class Stuck:
-    """One of a model's threads, whose next work waits for a permit."""
-
-    batcher: Batcher
-    entered: threading.Event = field(default_factory=threading.Event)
-    permit: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        compute = self.batcher._compute
-
-        def stuck(parts: Any) -> Any:
-            self.entered.set()
-            assert self.permit.wait(60)
-            return compute(parts)
-
-        self.batcher._compute = stuck
-
-
 THREADS = pytest.mark.parametrize(("thread", "done"), [("reader", "read"), ("batcher", "computed")])
 
 
@@ -273,6 +252,17 @@ def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path, calls: 
         assert _supervise(children, start, len(calls), [], str(tmp_path)) == calls[-1][1]
 
 
+@pytest.mark.real_starts
+def test_a_signal_waits_in_a_process_that_loads_its_model() -> None:
+    with Children(held=(signal.SIGHUP,)) as children:
+        payload = pack(signal.sigtimedwait, (signal.SIGHUP,), 200)
+        child = children.start(0, "rank", payload, {**os.environ, "RANK": "1"})
+        children.signal(signal.SIGHUP)
+        until(lambda: child.pid)
+        children.signal(signal.SIGHUP)
+        assert [children.events.get()[1:] for _ in range(2)][1] == ("exit", 0)
+
+
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchlake.requests"):
         server.post("/predict", {"inputs": "unrepeatable"}, headers={"authorization": "unrepeatable"})
@@ -326,13 +316,20 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(
         ({"queue_timeout": 0.0}, "queue_timeout: must be at least 0.001"),
         ({"api_key": ""}, "API key"),
         ({"port": 99999}, "port: must be at most 65535"),
+        ({"max_body": "large"}, "max_body: 'large' is not an amount"),
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
     assert main(["try", "a model", "--host", "0.0.0.0"]) == 64
     assert "try is for this machine" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="max_body"):
-        _ = ServeOptions(max_body="large").body_bytes
+
+
+def test_try_closes_its_socket_if_there_is_no_model(tmp_path: Path) -> None:
+    options = ServeOptions(port=free_port(), page=True)
+    with pytest.raises(TorchlakeError) as raised:
+        try_out(tmp_path, options=options, read=input)
+    listen("127.0.0.1", options.port).close()  # while `raised` keeps what the failed call had
+    assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.slow
