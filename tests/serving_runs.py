@@ -1,14 +1,13 @@
 """A server in this process, for tests where the process is not the subject."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,14 +99,16 @@ def free_port() -> int:
         return port
 
 
-def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
+def started(
+    model: Path, *options: str, port: int, at_start: Callable[["subprocess.Popen[str]"], None] = lambda process: None
+) -> "subprocess.Popen[str]":
     """A server in a process of its own, once it answers."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
-        env={**os.environ, **environment},
         stderr=subprocess.PIPE,
         text=True,
     )
+    at_start(process)
     deadline = time.monotonic() + 120
     while True:
         try:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 
 import tiny
+import torchlake as tl
 from serving_runs import Running, Stuck, free_port, running, started, until
 from torchlake.cli.main import main
 from torchlake.errors import PortTaken, TorchlakeError, UsageError
@@ -377,3 +379,35 @@ def test_a_second_server_on_a_port_ends_with_2(tiny_model: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_models_are_loaded_is_answered_after_it(
+    tiny_model: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    new = tiny.build_model(tmp_path / "new", encoder=tiny_bert, seed=1)
+    (link := tmp_path / "current").symlink_to(tiny_model)
+    port = free_port()
+
+    def hang_up(process: "subprocess.Popen[str]") -> None:
+        until(lambda: len(psutil.Process(process.pid).children()) == 3, within=200)  # with the watchdog
+        pids.update(child.pid for child in psutil.Process(process.pid).children())
+        (tmp_path / "next").symlink_to(new)
+        (tmp_path / "next").rename(link)
+        process.send_signal(signal.SIGHUP)
+
+    def answers() -> tuple[str, str]:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+            return client.get("/health").text, client.get("/info").json()["model_sha"]
+
+    pids: set[int] = set()
+    process = started(link, "--processes", "2", port=port, at_start=hang_up)
+    try:
+        sha = tl.load(new).sha
+        # Ten connections in a row reach both processes.
+        until(lambda: {answers() for _ in range(10)} == {("\n", sha)}, within=200)
+        assert {child.pid for child in psutil.Process(process.pid).children()} == pids
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "started again" in errors) == (0, False), errors[-2000:]
