@@ -77,11 +77,9 @@ def run(application: FastAPI, listener: socket.socket) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # each connection is an open file
         resource.setrlimit(resource.RLIMIT_NOFILE, (most if most != resource.RLIM_INFINITY else 65536, most))
-    host, port = listener.getsockname()[:2]
     server = ServerProcess(application)
-    service = server.service
-    shown = f"[{host}]" if ":" in host else host
-    log.info("%s (%s, %s): http://%s:%d", service.name, service.model.spec.task, service.model.runtime, shown, port)
+    service, model = server.service, server.service.model
+    log.info("%s (%s, %s): %s", service.name, model.spec.task, model.runtime, address_of(listener))
     server.watched = True
     asyncio.run(server.serve(sockets=[listener]))
     if server.status == HANGS or server.force_exit:
@@ -99,7 +97,7 @@ def try_out(model: str | Path, *, options: ServeOptions, read: Callable[[str], s
         loaded = server.service.model
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
-        print(f"http://{options.host}:{listener.getsockname()[1]} has a page. Here, Ctrl-D ends.")
+        print(f"{address_of(listener)} has a page. Here, Ctrl-D ends.")
         try:
             with contextlib.suppress(EOFError, KeyboardInterrupt):
                 while True:
@@ -131,6 +129,12 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise PortTaken(f"port {port} of {host} is taken ({error.strerror}); choose another one with --port") from None
     made.setblocking(False)
     return made
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
@@ -212,7 +216,7 @@ def _supervise(
         number = child.number
         lasted = served and time.monotonic() - began[number] > LASTS_S
         failed[number] = 0 if lasted else failed[number] + 1
-        wait = min(2.0 ** failed[number] - 1, LONGEST_WAIT_S)
+        wait = pause(failed[number])
         due[number] = time.monotonic() + wait
         if stopping:
             worst = max(worst, code)
@@ -221,6 +225,11 @@ def _supervise(
             return code
         again.add(number)
         log.warning("process %d ended with %d; it is started again in %.0f seconds", number + 1, code, wait)
+
+
+def pause(failures: int) -> float:
+    """Return how many seconds to wait before a start, after so many starts that failed."""
+    return min(2.0 ** min(failures, 10) - 1, LONGEST_WAIT_S)
 
 
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:

@@ -29,7 +29,7 @@ from torchlake.errors import PortTaken, TorchlakeError, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import _supervise, listen, try_out
+from torchlake.serving.process import _supervise, address_of, listen, pause, try_out
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -306,6 +306,36 @@ def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_pat
         assert after.headers["x-model-sha"] != before
         assert after.json() != answers[0]
 
+        loaded, entered, permit, shas = service.load, threading.Event(), threading.Event(), []
+
+        def slow() -> Any:
+            made = loaded()
+            shas.append(made.sha)
+            if len(shas) == 1:
+                entered.set()
+                assert permit.wait(60)
+            return made
+
+        async def twice() -> None:
+            first = asyncio.create_task(renew(service))
+            await asyncio.to_thread(entered.wait, 60)
+            link.unlink()
+            link.symlink_to(folders[0])
+            second = asyncio.create_task(renew(service))
+            await asyncio.wait([second], timeout=0.5)  # it waits for the first
+            permit.set()
+            assert (await first, await second) == (True, True)
+
+        service.load = slow
+        asyncio.run(twice())
+        assert service.sha == shas[1] == before  # the model that is in the folder now
+
+        def broken() -> Any:
+            raise KeyError("a fault in a library")
+
+        service.load = broken
+        assert not asyncio.run(renew(service))
+
 
 def test_a_port_that_is_taken_and_options_that_make_no_sense(
     server: Running, capsys: pytest.CaptureFixture[str]
@@ -322,6 +352,9 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
+    assert (pause(0), pause(1), pause(5000)) == (0, 1, 60)
+    with listen("::1", 0) as other:
+        assert address_of(other) == f"http://[::1]:{other.getsockname()[1]}"
     assert main(["try", "a model", "--host", "0.0.0.0"]) == 64
     assert "try is for this machine" in capsys.readouterr().err
 
