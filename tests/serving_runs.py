@@ -1,22 +1,22 @@
 """A server in this process, for tests where the process is not the subject."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from torchlake.serving.asgi import Service, app
+from torchlake.serving.asgi import Service, build_app
+from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
 from torchlake.serving.process import ServerProcess, listen
 
@@ -48,10 +48,29 @@ class Running:
             return found
 
 
+@dataclass
+class Stuck:
+    """One of a model's threads, whose next work waits for a permit."""
+
+    batcher: Batcher
+    entered: threading.Event = field(default_factory=threading.Event)
+    permit: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        compute = self.batcher._compute
+
+        def stuck(parts: Any) -> Any:
+            self.entered.set()
+            assert self.permit.wait(60)
+            return compute(parts)
+
+        self.batcher._compute = stuck
+
+
 @contextmanager
 def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
     """Serve a model on a free port of this machine, in a thread."""
-    server = ServerProcess(app(model, options=ServeOptions(**options), **(load or {})))
+    server = ServerProcess(build_app(model, ServeOptions(**options), load or {}))
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -80,14 +99,16 @@ def free_port() -> int:
         return port
 
 
-def started(model: Path, *options: str, port: int, **environment: str) -> "subprocess.Popen[str]":
+def started(
+    model: Path, *options: str, port: int, at_start: Callable[["subprocess.Popen[str]"], None] = lambda process: None
+) -> "subprocess.Popen[str]":
     """A server in a process of its own, once it answers."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torchlake", "serve", str(model), "--port", str(port), *options],
-        env={**os.environ, **environment},
         stderr=subprocess.PIPE,
         text=True,
     )
+    at_start(process)
     deadline = time.monotonic() + 120
     while True:
         try:

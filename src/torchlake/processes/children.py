@@ -59,7 +59,7 @@ class Children:
     one is "exit" with the exit code (negative: a signal). A child that cannot start sends "error" and "exit" too.
     `output` are the file descriptors of the children's stdout and stderr, `path` their sys.path and `folder` their
     working directory (None: those of this process). If this process is killed, children get SIGTERM, and are killed
-    after `grace_s` seconds.
+    after `grace_s` seconds. Signals that are `held` are blocked in a child from its start, until it unblocks them.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Children:
         path: list[str] | None = None,
         folder: str | None = None,
         grace_s: float = 0.0,
+        held: tuple[int, ...] = (),
     ) -> None:
         self.events: SimpleQueue[tuple[Child, str, Any]] = SimpleQueue()
         self._stdout: int | None
@@ -78,6 +79,7 @@ class Children:
         self._path = sys.path if path is None else path
         self._folder = folder
         self._grace_s = grace_s
+        self._held = held
         self._children: list[Child] = []
         self._lock = threading.Lock()  # guards `running`, `_closed` and the watchdog's pipe
         self._closed = False
@@ -132,6 +134,7 @@ class Children:
     ) -> None:
         """Start `child`, send it its job, wait for its exit and kill its process group."""
         reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._held)  # in this thread, from which the child inherits it
         try:
             with theirs, self._lock:
                 if self._closed:

@@ -43,8 +43,17 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
         application = tl.serving.app("runs/reviews/model", options=tl.serving.ServeOptions(max_rows=64))
 
     `load_options` are those of `load`. `serve` runs it in a server that also limits connections and headers, and stops
-    without losing a request. Raises UsageError for a model that writes text, and the errors of `load`.
+    without losing a request. Raises UsageError for an option of that server, such as `port`, and for a model that
+    writes text, and the errors of `load`.
     """
+    options = options or ServeOptions()
+    own = ("host", "port", "processes", "drain_delay", "drain_timeout")
+    options.refuse(own, "give it to the server that runs the app, or use tl.serve")
+    return build_app(model, options, load_options)
+
+
+def build_app(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> FastAPI:
+    """Return the app, for a server that has all of the options."""
 
     def loaded() -> Model:
         made = load(model, **load_options)
@@ -53,7 +62,7 @@ def app(model: str | Path, *, options: ServeOptions | None = None, **load_option
             raise writes_text(model, made.spec.task)
         return made
 
-    service = Service(os.fspath(model), loaded, options or ServeOptions())
+    service = Service(os.fspath(model), loaded, options)
     made = FastAPI(
         title=f"torchlake: {service.name}",
         version=version("torchlake"),

@@ -172,9 +172,11 @@ class ServerProcess(uvicorn.Server):
         handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
         handlers[signal.SIGHUP] = self._look_for_model
         before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # of one of several processes
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for each, handler in before.items():
                 signal.signal(each, handler)
 

@@ -1,6 +1,7 @@
 """The options of a server, declared once: the command line has those with an `Option`, with the same defaults."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -70,10 +71,16 @@ class ServeOptions:
         check_arguments(
             {name: getattr(self, name) for name in ServeOptions.__annotations__}, ServeOptions.__annotations__
         )
+        _ = self.body_bytes  # or every request would be refused
         if self.api_key is None and not self.page:  # the page is for this machine
             object.__setattr__(self, "api_key", os.environ.get("TORCHLAKE_API_KEY"))
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("The API key must be printable ASCII characters, at least one.")
+
+    def refuse(self, names: Iterable[str], instead: str) -> None:
+        """Raise UsageError, with what to do `instead`, if an option of these has another value than its default."""
+        if given := [name for name in names if getattr(self, name) != getattr(ServeOptions, name)]:
+            raise UsageError(f"{', '.join(given)}: {instead}")
 
     @property
     def body_bytes(self) -> int:

@@ -38,7 +38,7 @@ from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import noted_signals
 from torchlake.processes.serialization import pack, unpack
 from torchlake.redaction import redacted
-from torchlake.serving.asgi import app, writes_text
+from torchlake.serving.asgi import build_app, writes_text
 from torchlake.serving.connections import BACKLOG, HANGS, TICK_S, ServerProcess
 from torchlake.serving.options import ServeOptions
 
@@ -69,7 +69,7 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
     if options.processes > 1:
         return _serve_several(model, options, load_options)
     with listen(options.host, options.port) as listener:
-        return run(app(model, options=options, **load_options), listener)
+        return run(build_app(model, options, load_options), listener)
 
 
 def run(application: FastAPI, listener: socket.socket) -> int:
@@ -77,11 +77,9 @@ def run(application: FastAPI, listener: socket.socket) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # each connection is an open file
         resource.setrlimit(resource.RLIMIT_NOFILE, (most if most != resource.RLIM_INFINITY else 65536, most))
-    host, port = listener.getsockname()[:2]
     server = ServerProcess(application)
-    service = server.service
-    shown = f"[{host}]" if ":" in host else host
-    log.info("%s (%s, %s): http://%s:%d", service.name, service.model.spec.task, service.model.runtime, shown, port)
+    service, model = server.service, server.service.model
+    log.info("%s (%s, %s): %s", service.name, model.spec.task, model.runtime, address_of(listener))
     server.watched = True
     asyncio.run(server.serve(sockets=[listener]))
     if server.status == HANGS or server.force_exit:
@@ -94,21 +92,20 @@ def try_out(model: str | Path, *, options: ServeOptions, read: Callable[[str], s
     """Serve a page to try a model; `read` asks for each column of a row in the terminal, until it raises EOFError."""
     if read is None:
         return serve(model, options=options, **load_options)
-    listener = listen(options.host, options.port)
-    application = app(model, options=options, **load_options)
-    server = ServerProcess(application)
-    loaded = server.service.model
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    print(f"http://{options.host}:{listener.getsockname()[1]} has a page. Here, Ctrl-D ends.")
-    try:
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
-            while True:
-                (row,) = loaded([{name: read(f"{name}> ") for name in loaded.spec.input_columns}])
-                print("\n".join(f"  {name}: {value}" for name, value in row.items()))
-    finally:
-        server.handle_exit(signal.SIGTERM, None)
-        thread.join()
+    with listen(options.host, options.port) as listener:
+        server = ServerProcess(build_app(model, options, load_options))
+        loaded = server.service.model
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        print(f"{address_of(listener)} has a page. Here, Ctrl-D ends.")
+        try:
+            with contextlib.suppress(EOFError, KeyboardInterrupt):
+                while True:
+                    (row,) = loaded([{name: read(f"{name}> ") for name in loaded.spec.input_columns}])
+                    print("\n".join(f"  {name}: {value}" for name, value in row.items()))
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join()
     return 0
 
 
@@ -134,6 +131,12 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return made
 
 
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
     """Serve in several processes on one port; start one again that ends by itself."""
     if not hasattr(socket, "SO_REUSEPORT"):
@@ -148,7 +151,7 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
     try:
         with (
             tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics,
-            Children(grace_s=options.drain_timeout + 1) as children,
+            Children(grace_s=options.drain_timeout + 1, held=(signal.SIGHUP,)) as children,
         ):
 
             def start(number: int) -> None:
@@ -165,7 +168,7 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
 def _serve_shared(model: str, options: ServeOptions, load_options: dict[str, Any]) -> None:
     """Serve in this process, as one of several on a port, and end it."""
     try:
-        application = app(model, options=options, **load_options)
+        application = build_app(model, options, load_options)
         # Only now: the system would give it connections while it loads the model.
         with listen(options.host, options.port, shared=True) as listener:
             code = run(application, listener)
@@ -213,7 +216,7 @@ def _supervise(
         number = child.number
         lasted = served and time.monotonic() - began[number] > LASTS_S
         failed[number] = 0 if lasted else failed[number] + 1
-        wait = min(2.0 ** failed[number] - 1, LONGEST_WAIT_S)
+        wait = pause(failed[number])
         due[number] = time.monotonic() + wait
         if stopping:
             worst = max(worst, code)
@@ -224,19 +227,24 @@ def _supervise(
         log.warning("process %d ended with %d; it is started again in %.0f seconds", number + 1, code, wait)
 
 
+def pause(failures: int) -> float:
+    """Return how many seconds to wait before a start, after so many starts that failed."""
+    return min(2.0 ** min(failures, 10) - 1, LONGEST_WAIT_S)
+
+
 def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_options: dict[str, Any]) -> int:
     """Deploy the app by an engine, and wait for a signal."""
     made: Any = make_engine(engine, options.processes) if isinstance(engine, str) else engine
     if not hasattr(made, "serve"):
         raise UsageError(f"The engine {type(made).__name__} serves nothing: use Ray (--engine ray), or no engine.")
-    usual = ServeOptions()
-    if own := [name for name in ("read_timeout", "drain_delay") if getattr(options, name) != getattr(usual, name)]:
-        raise UsageError(f"{', '.join(own)}: of torchlake's own server; with Ray, its proxies accept connections.")
+    options.refuse(
+        ("read_timeout", "drain_delay"), "of torchlake's own server; with Ray, its proxies accept connections."
+    )
     folder = folders.model_folder(model).absolute()  # replicas may run in another folder
     if plugins.load("tasks", load_spec(folder).task).generates:
         raise writes_text(folder, load_spec(folder).task)
     # The proxies of Ray Serve accept connections; a replica answers what they send it.
-    build = partial(app, folder, options=replace(options, processes=1), **load_options)
+    build = partial(build_app, folder, replace(options, processes=1), load_options)
     name, address = options.name or "torchlake", (options.host, options.port)
     made.join()  # Ray sets its own signal handlers, which are replaced below
     with noted_signals() as stop:

@@ -54,8 +54,10 @@ class Service:
     watching: "asyncio.Task[None] | None" = None
     _watched: "weakref.WeakSet[Batcher]" = field(default_factory=weakref.WeakSet)
     "The threads of the model, and of those before it while they compute."
+    renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
+        self.taken = identity(self.source)  # before it is read: what changes meanwhile is a new model
         model = self.load()
         self.metrics = ServerMetrics()  # its files tell other processes that this one serves
         self.take(model)
@@ -127,12 +129,12 @@ class Service:
 async def watch_folder(service: Service) -> None:
     """Take a new model whenever the folder that was given has one that stays the same for a second."""
     loop = asyncio.get_running_loop()
-    taken = before = await loop.run_in_executor(None, identity, service.source)
+    before = service.taken
     while True:
         await asyncio.sleep(LOOK_S)
         found = await loop.run_in_executor(None, identity, service.source)
-        if found is not None and found == before and found != taken:
-            taken = found
+        if found is not None and found == before and found != service.taken:
+            service.taken = found
             await renew(service)
         before = found
 
@@ -144,10 +146,11 @@ async def renew(service: Service) -> bool:
     """
     loop = asyncio.get_running_loop()
     try:
-        made = await loop.run_in_executor(None, checked_model, service)
-        before = service.sha
-        await loop.run_in_executor(None, service.take, made)
-    except (TorchlakeError, OSError, ValueError, MemoryError, RuntimeError) as error:
+        async with service.renewing:  # one after the other, or the older model could be taken last
+            made = await loop.run_in_executor(None, checked_model, service)
+            before = service.sha
+            await loop.run_in_executor(None, service.take, made)
+    except Exception as error:
         service.metrics.reload_failures.inc()
         log.error("the model stays %s: %s", service.sha[:12], " ".join(str(error).split()))
         return False

@@ -1,5 +1,6 @@
 """Real clients: OpenAI's, Hugging Face's, MLflow's server with the same bodies, and curl."""
 
+import html
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import transformers
+from starlette.responses import HTMLResponse
 
 import tiny
 import torchlake as tl
@@ -188,15 +190,26 @@ def test_mlflows_server_gives_the_same_answers(
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_page_shows_an_answer_and_text_as_text(tiny_model: Path, tmp_path: Path) -> None:
+    inside = (
+        '<!doctype html><iframe width="375" height="800" src="/?text=%3Cscript%3Ealert(1)%3C/script%3E good"></iframe>'
+    )
+    inside += "<script>setTimeout(() => { const {documentElement: page} = frames[0].document;"
+    inside += "document.body.append(page.outerHTML, ` ${page.scrollWidth} wide`) }, 5000)</script>"
     with running(tiny_model, page=True) as server:
+        application: Any = server.server.config.app
+        application.add_api_route("/phone", lambda: HTMLResponse(inside), response_class=HTMLResponse)
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        command += ["--window-size=375,800", "--virtual-time-budget=8000", "--dump-dom"]
-        url = f"{server.url}/?text=%3Cscript%3Ealert(1)%3C/script%3E good"
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
-        assert "<th>label</th>" in done.stdout
-        assert '<div class="bar"' in done.stdout
-        assert "&lt;script&gt;alert(1)&lt;/script&gt; good" in done.stdout
-        assert "<script>alert(1)" not in done.stdout
+        command += ["--virtual-time-budget=8000", "--dump-dom", "--enable-logging=stderr"]
+        done = subprocess.run(
+            [*command, f"{server.url}/phone"], capture_output=True, text=True, timeout=120, check=True
+        )
+    shown = html.unescape(done.stdout)
+    assert "<th>label</th>" in shown
+    assert '<div class="bar"' in shown
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; good" in shown
+    assert "<script>alert(1)" not in shown
+    assert "375 wide" in shown
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line and "/phone" not in line] == []
     text = (Path(tl.__file__).parent / "serving" / "page.html").read_text()
     assert re.findall(r"https?://|//cdn|@import", text) == []
 

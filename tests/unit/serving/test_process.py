@@ -13,23 +13,23 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 
 import tiny
-from serving_runs import Running, free_port, running, started, until
+import torchlake as tl
+from serving_runs import Running, Stuck, free_port, running, started, until
 from torchlake.cli.main import main
-from torchlake.errors import PortTaken, UsageError
+from torchlake.errors import PortTaken, TorchlakeError, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
-from torchlake.serving.batching import Batcher
 from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import _supervise, listen
+from torchlake.serving.process import _supervise, address_of, listen, pause, try_out
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -164,25 +164,6 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         batcher._compute = compute
 
 
-@dataclass
-class Stuck:
-    """One of a model's threads, whose next work waits for a permit."""
-
-    batcher: Batcher
-    entered: threading.Event = field(default_factory=threading.Event)
-    permit: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        compute = self.batcher._compute
-
-        def stuck(parts: Any) -> Any:
-            self.entered.set()
-            assert self.permit.wait(60)
-            return compute(parts)
-
-        self.batcher._compute = stuck
-
-
 THREADS = pytest.mark.parametrize(("thread", "done"), [("reader", "read"), ("batcher", "computed")])
 
 
@@ -273,6 +254,17 @@ def test_processes_that_cannot_be_started_end_the_server(tmp_path: Path, calls: 
         assert _supervise(children, start, len(calls), [], str(tmp_path)) == calls[-1][1]
 
 
+@pytest.mark.real_starts
+def test_a_signal_waits_in_a_process_that_loads_its_model() -> None:
+    with Children(held=(signal.SIGHUP,)) as children:
+        payload = pack(signal.sigtimedwait, (signal.SIGHUP,), 200)
+        child = children.start(0, "rank", payload, {**os.environ, "RANK": "1"})
+        children.signal(signal.SIGHUP)
+        until(lambda: child.pid)
+        children.signal(signal.SIGHUP)
+        assert [children.events.get()[1:] for _ in range(2)][1] == ("exit", 0)
+
+
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchlake.requests"):
         server.post("/predict", {"inputs": "unrepeatable"}, headers={"authorization": "unrepeatable"})
@@ -314,6 +306,36 @@ def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_pat
         assert after.headers["x-model-sha"] != before
         assert after.json() != answers[0]
 
+        loaded, entered, permit, shas = service.load, threading.Event(), threading.Event(), []
+
+        def slow() -> Any:
+            made = loaded()
+            shas.append(made.sha)
+            if len(shas) == 1:
+                entered.set()
+                assert permit.wait(60)
+            return made
+
+        async def twice() -> None:
+            first = asyncio.create_task(renew(service))
+            await asyncio.to_thread(entered.wait, 60)
+            link.unlink()
+            link.symlink_to(folders[0])
+            second = asyncio.create_task(renew(service))
+            await asyncio.wait([second], timeout=0.5)  # it waits for the first
+            permit.set()
+            assert (await first, await second) == (True, True)
+
+        service.load = slow
+        asyncio.run(twice())
+        assert service.sha == shas[1] == before  # the model that is in the folder now
+
+        def broken() -> Any:
+            raise KeyError("a fault in a library")
+
+        service.load = broken
+        assert not asyncio.run(renew(service))
+
 
 def test_a_port_that_is_taken_and_options_that_make_no_sense(
     server: Running, capsys: pytest.CaptureFixture[str]
@@ -326,13 +348,23 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(
         ({"queue_timeout": 0.0}, "queue_timeout: must be at least 0.001"),
         ({"api_key": ""}, "API key"),
         ({"port": 99999}, "port: must be at most 65535"),
+        ({"max_body": "large"}, "max_body: 'large' is not an amount"),
     ):
         with pytest.raises(UsageError, match=words):
             ServeOptions(**options)  # type: ignore[arg-type]
+    assert (pause(0), pause(1), pause(5000)) == (0, 1, 60)
+    with listen("::1", 0) as other:
+        assert address_of(other) == f"http://[::1]:{other.getsockname()[1]}"
     assert main(["try", "a model", "--host", "0.0.0.0"]) == 64
     assert "try is for this machine" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="max_body"):
-        _ = ServeOptions(max_body="large").body_bytes
+
+
+def test_try_closes_its_socket_if_there_is_no_model(tmp_path: Path) -> None:
+    options = ServeOptions(port=free_port(), page=True)
+    with pytest.raises(TorchlakeError) as raised:
+        try_out(tmp_path, options=options, read=input)
+    listen("127.0.0.1", options.port).close()  # while `raised` keeps what the failed call had
+    assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.slow
@@ -380,3 +412,35 @@ def test_a_second_server_on_a_port_ends_with_2(tiny_model: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_models_are_loaded_is_answered_after_it(
+    tiny_model: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    new = tiny.build_model(tmp_path / "new", encoder=tiny_bert, seed=1)
+    (link := tmp_path / "current").symlink_to(tiny_model)
+    port = free_port()
+
+    def hang_up(process: "subprocess.Popen[str]") -> None:
+        until(lambda: len(psutil.Process(process.pid).children()) == 3, within=200)  # with the watchdog
+        pids.update(child.pid for child in psutil.Process(process.pid).children())
+        (tmp_path / "next").symlink_to(new)
+        (tmp_path / "next").rename(link)
+        process.send_signal(signal.SIGHUP)
+
+    def answers() -> tuple[str, str]:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+            return client.get("/health").text, client.get("/info").json()["model_sha"]
+
+    pids: set[int] = set()
+    process = started(link, "--processes", "2", port=port, at_start=hang_up)
+    try:
+        sha = tl.load(new).sha
+        # Ten connections in a row reach both processes.
+        until(lambda: {answers() for _ in range(10)} == {("\n", sha)}, within=200)
+        assert {child.pid for child in psutil.Process(process.pid).children()} == pids
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "started again" in errors) == (0, False), errors[-2000:]

@@ -1,8 +1,12 @@
 """Faults under load: a process that is killed, and new models, lose no request of others and mix no answers."""
 
+import resource
+import select
 import shutil
 import signal
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,3 +133,99 @@ def test_twenty_new_models_under_load_mix_no_answers(tiny_bert: Path, tmp_path: 
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-2000:]
+
+
+CONNECTIONS = 10_000
+
+
+def test_ten_thousand_connections_are_refused_politely(tiny_model: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < CONNECTIONS + 1000:
+        pytest.skip(f"this system allows {hard:,} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (CONNECTIONS + 1000, hard))
+    port = free_port()
+    process = started(tiny_model, "--quiet", "--read-timeout", "600", port=port)
+    server, others = psutil.Process(process.pid), []
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120) as client:
+
+            def served() -> bool:
+                return client.post("/predict", json={"inputs": TEXTS[:4]}).status_code == 200
+
+            def connect(number: int) -> None:
+                for at in range(number):
+                    others.append(socket.create_connection(("127.0.0.1", port), timeout=120))
+                    assert at % 500 or served()
+
+            assert served()
+            files = server.num_fds()
+            connect(CONNECTIONS // 5)
+            until(lambda: server.num_fds() <= 1024 + files)
+            memory = server.memory_info().rss
+            connect(CONNECTIONS - len(others))
+            # The server keeps twice --max-requests, this client's among them.
+            refused = others[1023:]
+            for other in refused:
+                assert other.recv(13) == b"HTTP/1.1 503 "
+            assert served()
+            assert server.memory_info().rss - memory < 16 << 20
+            assert select.select(others[:500], [], [], 0)[0] == []
+            while others:
+                others.pop().close()
+            until(lambda: server.num_fds() == files)
+            assert served()
+    finally:
+        for other in others:
+            other.close()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=200)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.returncode == 0, errors[-2000:]
+
+
+WARM_S, MIXED_S = 20.0, 40.0
+
+
+def test_memory_files_and_threads_stay_the_same_under_mixed_load(
+    tiny_model: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    folders, port = [tiny_model, tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=1)], free_port()
+    (link := tmp_path / "current").symlink_to(folders[0])
+    process = started(link, "--quiet", port=port)
+    server, found = psutil.Process(process.pid), []
+    json = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: "
+    bad = [
+        json + b"1\r\n\r\n{",
+        json + b"99999999\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /met",
+        b"\0",
+    ]
+    gone = json + b'18\r\n\r\n{"inputs": "good"}'
+
+    def trouble(at: int) -> None:
+        """Send what is refused, and close connections in the middle of a request and before its answer."""
+        for sent in (bad[at % len(bad)], gone):
+            with socket.create_connection(("127.0.0.1", port), timeout=120) as rude:
+                rude.sendall(sent)
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=120).status_code == 200
+        if at % 40 == 0:
+            (tmp_path / "next").symlink_to(folders[at // 40 % 2])
+            (tmp_path / "next").rename(link)
+            process.send_signal(signal.SIGHUP)
+
+    with load(port, lambda response, rows: True) as counts:
+        for seconds in (WARM_S, MIXED_S):
+            at, ends = 0, time.monotonic() + seconds
+            while time.monotonic() < ends or at < 200:
+                trouble(at)
+                at += 1
+            found.append((server.memory_info().rss, server.num_fds(), server.num_threads()))
+    assert set(counts) == {True}
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-2000:]
+    (memory, files, threads), (memory_then, files_then, threads_then) = found
+    assert memory_then < 1.1 * memory, found
+    # Those of a connection or a model that is being replaced are there for a moment.
+    assert (abs(files_then - files) <= 12, abs(threads_then - threads) <= 4) == (True, True), found
