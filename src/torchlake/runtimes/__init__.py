@@ -109,7 +109,8 @@ class Writer(Protocol):
     refills: bool
     "Whether rows may be added while others are written; else only to an empty writer."
     # A writer may also have `elsewhere = True`: its rows are in another process. It finds by itself those that kill
-    # that process, and takes as many rows as it gets.
+    # that process, and takes as many rows as it gets. And `shared(ids, options)`: how many first tokens of a row it has
+    # once for all rows.
 
     @property
     def rows(self) -> Sequence[int]:

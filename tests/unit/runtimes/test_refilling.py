@@ -16,9 +16,9 @@ from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.models.generation import END, NON_FINITE, GenerationOptions, generation_options
 from torchlake.models.load import load_spec
 from torchlake.runtimes import Ended, Text, Writer, eager
-from torchlake.runtimes._writing.prefix import Beginnings, leader
+from torchlake.runtimes._writing.prefix import BLOCK, Beginnings, leader
 from torchlake.runtimes._writing.row import Row
-from torchlake.runtimes._writing.session import RefillingWriter, session_of
+from torchlake.runtimes._writing.session import SHARED, RefillingWriter, session_of
 from torchlake.runtimes._writing.static import StaticWriter
 
 KINDS = [
@@ -47,6 +47,8 @@ KINDS = [
     "stablelm",
     "starcoder2",
 ]
+APART = {"bloom", "deepseek_v3", "falcon", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"}
+"Their attention is not the one of transformers' table, limits the scores, or computes keys after the cache."
 LENGTHS = (1, 3, 9, 20, 2, 33, 5, 18)
 BUDGET = Budget(tokens=150, rows=3)
 
@@ -98,6 +100,11 @@ def test_texts_are_those_of_generate_alone(tmp_path: Path, name: str) -> None:
     assert write(session, rows[::-1]) == found == write(session, rows, Budget(tokens=10**6, rows=100))
     some = rows[1::3]
     assert write(session, some) == {one.row: found[one.row] for one in some}
+    assert (session._least is None) == (name in APART)
+    if session._least is not None:
+        session._least = BLOCK  # read from one place, also those of a few tokens
+        assert write(session, rows) == found == write(session, rows[::-1], Budget(tokens=10**6, rows=100))
+        assert len(session._slots.beginning) == BLOCK
     sampled = prompts(temperature=1.3, top_k=50, seed=3)
     assert write(session, sampled) == write(static, sampled)
 
@@ -217,6 +224,45 @@ def test_what_rows_share_is_computed_once_and_places_are_filled(tmp_path: Path) 
     computed.clear()
     assert write(session, rows, Budget(tokens=1, rows=1)) == expected, "one after the other"
     assert sum(computed) < 64 + 8 * (2 + 16)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_long_beginning_is_in_the_cache_once(tmp_path: Path, name: str) -> None:
+    """Whatever the number of rows; some have a part of it, or none. Then other rows begin in another way."""
+    model, static, session = writers(tmp_path / "model", name)
+    drawn = np.random.default_rng(1)
+    budget, running = Budget(tokens=200, rows=100), list[int]()
+
+    def written(rows: Sequence[Prompt]) -> dict[int, list[int]]:
+        running.clear()
+        waiting = [list(rows)]
+        texts = Texts(
+            writer=session,
+            budget=budget,
+            more=lambda: waiting.pop() if waiting else [],
+            report=lambda writer, ended: running.append(len(writer.rows) + len(ended)),
+        )
+        return {row: one.text.tokens.tolist() for row, one in texts.write() if isinstance(one, Ended)}
+
+    def begun(head: np.ndarray) -> list[Prompt]:
+        options = GenerationOptions(max_new_tokens=4)
+        parts = [*[head] * 12, head[:40], head[:0]]
+        return [
+            Prompt(row=row, ids=np.append(part, drawn.integers(5, 90, 3)), options=options)
+            for row, part in enumerate(parts)
+        ]
+
+    for _ in range(2):
+        rows = begun(drawn.integers(5, 90, SHARED))
+        assert written(rows[:12]) == write(static, rows[:12])
+        assert max(running) == 12, "12 times 7 tokens, and 64"
+        assert session._slots._place.positions < SHARED
+        assert written(rows) == write(static, rows)
+    rows = begun(np.append(drawn.integers(5, 90, SHARED - 1), 95))
+    expected = write(static, rows)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[95] = torch.nan
+    assert written(rows) == {row: [NON_FINITE] if row < 12 else expected[row] for row in range(14)}
 
 
 def row(number: int, ids: Sequence[int]) -> Row:

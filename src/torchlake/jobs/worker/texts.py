@@ -44,14 +44,15 @@ class Prompt:
 
 @dataclass(kw_only=True)
 class Budget:
-    """How much a writer holds at once: the rows times the tokens of the longest one; less after memory ran out."""
+    """How much a writer holds at once: the rows times the tokens of the longest one, and once those that they share;
+    less after memory ran out."""
 
     tokens: int
     rows: int
 
-    def allows(self, rows: int, longest: int) -> bool:
+    def allows(self, rows: int, longest: int, shared: int = 0) -> bool:
         """Return whether this number of rows fits; a single one always does."""
-        return rows <= 1 or (rows <= self.rows and rows * longest <= self.tokens)
+        return rows <= 1 or (rows <= self.rows and rows * longest + shared <= self.tokens)
 
 
 @dataclass(kw_only=True)
@@ -107,16 +108,19 @@ class Texts:
         if before and not (refill and self.writer.refills):
             return
         alone = any(one.alone for one in self._running.values())
-        longest = max((one.size for one in self._running.values()), default=0)
+        longest = shared = 0
+        for one in self._running.values():
+            longest, shared = max(longest, one.size - self._shared(one)), max(shared, self._shared(one))
         while not alone:
             if not self._waiting and refill:
                 self._waiting += sorted(self.more(), key=lambda one: (not one.alone, -one.size))
             if not self._waiting or (self._waiting[0].alone and self._running):
                 break
-            longest = max(longest, self._waiting[0].size)
-            if not self._allows(len(self._running) + 1, longest):
+            one = self._waiting[0]
+            longest, shared = max(longest, one.size - self._shared(one)), max(shared, self._shared(one))
+            if not self._allows(len(self._running) + 1, longest, shared):
                 break
-            one = self._waiting.popleft()
+            self._waiting.popleft()
             self._running[one.row], alone = one, one.alone
         added = list(self._running.values())[before:]
         if added:
@@ -124,13 +128,17 @@ class Texts:
         for one in added:
             self.writer.add(one.row, one.ids, one.options, one.begun)
 
+    def _shared(self, one: Prompt) -> int:
+        shared = getattr(self.writer, "shared", None)
+        return 0 if shared is None else int(shared(one.ids, one.options))
+
     @property
     def _elsewhere(self) -> bool:
         return bool(getattr(self.writer, "elsewhere", False))
 
-    def _allows(self, rows: int, longest: int) -> bool:
+    def _allows(self, rows: int, longest: int, shared: int) -> bool:
         writer: Any = self.writer
-        return bool(rows <= writer.most) if self._elsewhere else self.budget.allows(rows, longest)
+        return bool(rows <= writer.most) if self._elsewhere else self.budget.allows(rows, longest, shared)
 
     def _log(self) -> None:
         if self.attempts is not None and not self._elsewhere:

@@ -40,7 +40,9 @@ class Row:
     slot: int = -1
     "Its place in a cache,"
     filled: int = 0
-    "and how many of its tokens are there."
+    "how many of its tokens are there or in the shared beginning,"
+    shared: int = 0
+    "and how many of them in the shared beginning."
     drawn: np.ndarray = field(init=False)
     "(W,) float64 in (0, 1), for sampling; none at temperature 0."
 

@@ -4,7 +4,8 @@
 
 A row's tokens are at positions of their own in its slot, so rows of any length are decoded together. Tokens that are
 known already (a prompt, what an earlier attempt has written, what a grammar forces) are filled in, all at once, without
-scores. Beginnings that rows share are computed once (`prefix.py`).
+scores. Beginnings that rows share are computed once (`prefix.py`), and one of them is read by all rows from one place
+(`attention.py`).
 
 For causal models whose cache holds keys and values of every token. `session_of` tries it on the model itself; other
 models are written by `static.py`, as are rows longer than a sliding window and beams.
@@ -20,9 +21,10 @@ import torch
 from torchlake.errors import ran_out_of_memory
 from torchlake.models.generation import NON_FINITE, GenerationOptions
 from torchlake.runtimes import EMPTY, Report, Text
+from torchlake.runtimes._writing.attention import reading, share_attention
 from torchlake.runtimes._writing.cache import Slots, ordinary_window
 from torchlake.runtimes._writing.choosing import choose, look_ahead
-from torchlake.runtimes._writing.prefix import Beginnings, leader
+from torchlake.runtimes._writing.prefix import BLOCK, Beginnings, leader
 from torchlake.runtimes._writing.row import Row
 from torchlake.runtimes._writing.static import AGREEMENT, StaticWriter, padded
 
@@ -30,6 +32,8 @@ FILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 "Tokens of a pass over prompts, padding included."
 TRIED = 32
 "The most tokens of a row on which a model is tried."
+SHARED = 64
+"The least tokens of a beginning that rows read from one place; shorter ones are copied."
 COMPUTED = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"}
 "The settings of a model's generation_config.json that change no score."
 
@@ -39,8 +43,12 @@ class RefillingWriter:
 
     refills = True
 
-    def __init__(self, model: Any, static: StaticWriter, layers: int, window: int | None) -> None:
+    def __init__(
+        self, model: Any, static: StaticWriter, layers: int, window: int | None, shared: int | None = None
+    ) -> None:
         self._model, self._static, self._window = model, static, window
+        self._least = shared
+        "The least tokens of a beginning that is kept once; None: the model cannot read one."
         self._slots, self._beginnings = Slots(layers), Beginnings()
         self._running: list[Row] = []
         "The row of each slot."
@@ -61,12 +69,19 @@ class RefillingWriter:
 
     def add(self, row: int, ids: np.ndarray, options: GenerationOptions, begun: Text = EMPTY) -> None:
         """Take a row."""
-        longer = self._window is not None and len(ids) + options.max_new_tokens > self._window
-        if longer or options.num_beams > 1:
+        if self._apart(ids, options):
             self._static.add(row, ids, options, begun)
         else:
             self._rows[row] = self._static.row_of(row, ids, options, begun)
             self._added.append(self._rows[row])
+
+    def shared(self, ids: np.ndarray, options: GenerationOptions) -> int:
+        """Return how many first tokens of a row need no place of its own."""
+        return 0 if self._apart(ids, options) else self._slots.shared(ids)
+
+    def _apart(self, ids: np.ndarray, options: GenerationOptions) -> bool:
+        longer = self._window is not None and len(ids) + options.max_new_tokens > self._window
+        return longer or options.num_beams > 1
 
     def text(self, row: int) -> Text:
         """Return what is written of a row that has not ended."""
@@ -82,7 +97,7 @@ class RefillingWriter:
                 done = self._admit()
                 for row in self._running:  # the tokens that it got without a pass, but for the last one
                     if len(row) - row.filled > 1:
-                        self._fill(row.slot, [row.known[row.filled : -1]], row.filled)
+                        self._fill(row.slot, [row.known[row.filled : -1]], row.filled, row.shared)
                         row.filled = len(row) - 1
                 if self._running:
                     for row, token in zip(self._running, choose(self.scores(), self._running).tolist(), strict=True):
@@ -107,53 +122,79 @@ class RefillingWriter:
         rows = sorted((row for row in self._added if row.reason is None), key=len, reverse=True)
         self._added = []
         if rows:
-            longest = max(len(row.prompt) + row.limit for row in (*rows, *self._running))
+            self._share(rows)
+            for row in rows:
+                row.shared = self._slots.shared(row.prompt)
+            longest = max(len(row.prompt) + row.limit - row.shared for row in (*rows, *self._running))
             kept = self._running or ([] if self._last is None else [self._last])
-            width = min(longest, max((row.filled for row in kept), default=0))
+            width = min(longest, max((row.filled - row.shared for row in kept), default=0))
             self._slots.reserve(len(self._running) + len(rows), longest, len(kept), width)
         while rows:
-            found = {row.number: self._beginnings.find(row.prompt) for row in rows}
             alike, first = leader(rows)
+            found = {row.number: self._found(row) for row in rows}
             if first is not None and alike > found[first.number][0]:
                 some = [first]  # the others copy from it
             else:
-                width = found[rows[0].number][0]
+                width, shared = found[rows[0].number][0], rows[0].shared
                 most = max(1, self._fill_tokens // max(1, len(rows[0]) - width))
-                some = [row for row in rows if found[row.number][0] == width][:most]
+                some = [row for row in rows if (found[row.number][0], row.shared) == (width, shared)][:most]
             self._enter(some, [found[row.number] for row in some])
             entered = {row.number for row in some}
             rows = [row for row in rows if row.number not in entered]
         return ended
 
+    def _share(self, rows: Sequence[Row]) -> None:
+        """Compute the longest beginning that at least half of the new rows have, unless another one is read."""
+        length, first = leader(rows)
+        if self._least is None or first is None or length < max(self._least, self._slots.shared(first.prompt) + 1):
+            return
+        if any(row.shared for row in self._running):
+            return
+        if self._last is not None and self._last.shared:  # what its slot has comes after what is replaced
+            self._beginnings.remove(self._last)
+            self._last = None
+        self._slots.share(first.prompt[:length])
+        self._forward(first.prompt[None, :length], np.arange(length)[None], **self._no_head)
+        self._slots.keep_finite()
+
+    def _found(self, row: Row) -> tuple[int, Row | None]:
+        """Return how many first tokens of a new row are computed, and the row to copy those from that are not in the
+        shared beginning."""
+        length, source = self._beginnings.find(row.prompt)
+        if source is None or source.shared != row.shared or length <= row.shared:
+            return row.shared, None
+        return length, source
+
     def _enter(self, rows: Sequence[Row], found: Sequence[tuple[int, Row | None]]) -> None:
-        """Put rows into the next slots; each shares as many first tokens with the row that was found for it."""
-        slot, offset = len(self._running), found[0][0]
-        if offset:
-            self._slots.copy([source.slot for _, source in found if source is not None], slot, offset)
+        """Put rows into the next slots; all have as many first tokens in the shared beginning, and copy as many from
+        the row that was found for each."""
+        slot, offset, shared = len(self._running), found[0][0], rows[0].shared
+        if offset > shared:
+            self._slots.copy([source.slot for _, source in found if source is not None], slot, offset - shared)
         if self._last is not None:  # its slot is taken
             self._beginnings.remove(self._last)
             self._last = None
-        self._fill(slot, [row.known[offset:-1] for row in rows], offset)
+        self._fill(slot, [row.known[offset:-1] for row in rows], offset, shared)
         for row in rows:
             row.slot, row.filled = len(self._running), len(row) - 1
             self._running.append(row)
             self._beginnings.add(row)
 
-    def _fill(self, slot: int, tokens: Sequence[np.ndarray], offset: int) -> None:
-        """Compute keys and values of tokens in the slots from `slot`, which have `offset` tokens already."""
+    def _fill(self, slot: int, tokens: Sequence[np.ndarray], offset: int, shared: int) -> None:
+        """Compute keys and values of tokens of the rows in the slots from `slot`, which have `offset` tokens already,
+        `shared` of them in the shared beginning."""
         ids, _ = padded(tokens, 0, left=False)
         if ids.shape[1]:
-            self._slots.fill(slot, len(ids), offset, ids.shape[1])
+            self._slots.fill(slot, len(ids), offset - shared, ids.shape[1], shared)
             self._forward(ids, np.tile(np.arange(offset, offset + ids.shape[1]), (len(ids), 1)), **self._no_head)
 
     def scores(self) -> torch.Tensor:
         """Return the scores (B, V) of every row's next token, from its last one."""
-        filled = np.array([row.filled for row in self._running], np.int64)
-        width = int(filled.max()) + 1
-        mask = torch.from_numpy(np.arange(width) <= filled[:, None]).to(self._model.device, torch.int64)
+        shared = np.array([row.shared for row in self._running], np.int64)
+        ends = np.array([row.filled for row in self._running], np.int64) - shared
         ids = np.array([[(row.tokens or row.prompt)[-1]] for row in self._running], np.int64)
-        self._slots.decode(torch.from_numpy(filled).to(self._model.device), width)
-        out = self._forward(ids, filled[:, None], attention_mask=mask)
+        mask = self._slots.decode(ends, shared, self._model.device)
+        out = self._forward(ids, (ends + shared)[:, None], attention_mask=mask)
         for row in self._running:
             row.filled += 1
         return out[:, -1]
@@ -162,7 +203,12 @@ class RefillingWriter:
         device = self._model.device
         own = {"position_ids": torch.from_numpy(positions).to(device)} if self._positions else {}
         cache = {"past_key_values": self._slots.cache, "use_cache": True}
-        scores: torch.Tensor = self._model(torch.from_numpy(ids).to(device), **own, **cache, **given).logits
+        try:
+            scores: torch.Tensor = self._model(torch.from_numpy(ids).to(device), **own, **cache, **given).logits
+            if reading.get():
+                raise RuntimeError("the attention has not read the shared beginning")
+        finally:
+            reading.set(())
         return scores
 
     def _release(self) -> list[Row]:
@@ -178,7 +224,7 @@ class RefillingWriter:
             else:
                 self._beginnings.remove(row)
             if last is not row:
-                self._slots.copy([last.slot], row.slot, last.filled)
+                self._slots.copy([last.slot], row.slot, last.filled - last.shared)
                 last.slot = row.slot
                 self._running[row.slot] = last
         return done
@@ -188,29 +234,32 @@ def session_of(model: Any, static: StaticWriter) -> RefillingWriter | None:
     """Return a session for the model if its scores there are those of each row alone, else None."""
     if model.config.is_encoder_decoder or static.settings - COMPUTED:
         return None
-    try:
-        layers, window = ordinary_window(model)
-        fits = (
-            layers
-            and (window is None or window >= TRIED)
-            and _agrees(RefillingWriter(model, static, layers, window), model)
-        )
-        return RefillingWriter(model, static, layers, window) if fits else None
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        if ran_out_of_memory(error):
-            raise
-        return None
+    before = model.config._attn_implementation
+    for shared in (SHARED, None):
+        try:
+            layers, window = ordinary_window(model)
+            if not layers or (window is not None and window < TRIED):
+                return None
+            if shared is not None and not share_attention(model):
+                continue
+            if _agrees(RefillingWriter(model, static, layers, window, shared and BLOCK), model):
+                return RefillingWriter(model, static, layers, window, shared)
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            if ran_out_of_memory(error):
+                raise
+        model.set_attn_implementation(before)
+    return None
 
 
 @torch.inference_mode()
 def _agrees(session: RefillingWriter, model: Any) -> bool:
-    """Return whether rows of several lengths, one that shares a beginning, and one that follows another have the
-    scores that they have alone."""
+    """Return whether rows of several lengths, some that share a beginning, and one that follows another have the scores
+    that they have alone."""
     size = model.get_input_embeddings().weight.shape[0]
     tokens = (np.arange(3, TRIED) * 7 % size).astype(np.int64)
-    prompts = [tokens[:20], tokens[:5], np.append(tokens[:17], tokens[2]), tokens[3:9]]
+    prompts = [tokens[:20], tokens[:5], np.append(tokens[:17], tokens[2]), np.append(tokens[:18], tokens[3:5])]
     options = GenerationOptions(max_new_tokens=TRIED - 20)
-    for added, ended in (([0, 1], []), ([2], [1]), ([3], [0]), ([], [])):
+    for added, ended in (([0, 1, 2], [0]), ([3], [1]), ([], [])):
         for number in added:
             session.add(number, prompts[number], options)
         session._admit()
