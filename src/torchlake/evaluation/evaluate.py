@@ -113,8 +113,7 @@ def evaluate(
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
         if not known.packs:
             raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
-        texts = partial(measure_texts, own, table, spec, engine=engine, runtime=runtime, options=reading)
-        return _described(job, spec, texts, request)
+        return measure_texts(job, spec, request)
     return measure_labeled(job, replace(spec, label=label or spec.label), request)
 
 

@@ -195,7 +195,7 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     with spooled(job.table, output) as stored:
         inputs = spec.input_columns
         if writes:
-            inputs = _prompt_columns(spec, job.writing.get("prompt"), job.open(stored, ()).schema)
+            inputs = prompt_columns(spec, job.writing.get("prompt"), job.open(stored, ()).schema)
         named = [*inputs, spec.label, *request.slices, *([] if request.key is None else [request.key])]
         source = job.open(stored, tuple(dict.fromkeys(named)))
         refuse_slices(source.schema, request.slices)
@@ -218,7 +218,7 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     return replace(found, report=folder)
 
 
-def _prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tuple[str, ...]:
+def prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tuple[str, ...]:
     """Return the columns of the prompts of a model that writes: those named, or the one that is found by its name."""
     if prompt is not None:
         return columns_in(prompt)

@@ -3,7 +3,8 @@
     prepare into a temporary folder -> blocks in the table's order -> the engine's workers -> the loss of each block
 
 The blocks are those of validation during training, so both give the same number: readable rows, concatenated and cut
-into blocks of the length that the model was trained with; of rows that are packed whole, one per block.
+into blocks of the length that the model was trained with; of rows that are packed whole, one per block. A report adds
+up the same losses by text and by position in the text.
 Intervals are a bootstrap over blocks. Neighboring blocks are not independent, so the intervals are somewhat too narrow.
 Cost: the table's tokens on disk until the end, and the logits of a batch, 4 bytes per token and vocabulary entry.
 """
@@ -12,23 +13,31 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake import plugins
+from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
 from torchlake.data.bins import Bins, one_per_block, sequences_of
-from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
+from torchlake.data.packing import Blocks, input_ids_of, pack
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
+from torchlake.errors import UsageError
+from torchlake.evaluation.labeled import Measuring, prompt_columns
+from torchlake.evaluation.report import FACTS, ReportRequest, evaluating, publish
 from torchlake.evaluation.result import Evaluation
+from torchlake.evaluation.sections.rows import FILE as ROWS
+from torchlake.evaluation.sections.rows import FIXED, among_all, is_content, stored_name, write_rows
+from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import bootstrapped
 from torchlake.models.load import load_tokenizer
 from torchlake.outputs.staging.spool import spooled
@@ -37,15 +46,21 @@ from torchlake.progress import progress
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import REFERENCE, requested
 from torchlake.scoring.scorer import device, worker_memory
+from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
+from torchlake.tables.keys import check_key
+from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
-from torchlake.tables.sources._options import ReadOptions
+from torchlake.tables.table import Table
+from torchlake.tasks import NO_TARGET
 
 RESAMPLES = 1000
 BLOCKS_AT_ONCE = 64
 "Blocks per work item of an engine."
 BLOCK_TOKENS = {"cpu": 1024, "cuda": 8192}
 "Tokens of a batch: fewer than in `scoring`, because each has a logit for every word of the vocabulary."
+POSITIONS = (1, 9, 33, 129, 513, 2049)
+"The first tokens, counted from 1, of the parts of texts whose losses are shown."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,101 +74,189 @@ class LossSettings:
     "The folder of the token cache."
 
 
-def measure_texts(
-    folder: Path,
-    table: Any,
-    spec: TaskSpec,
-    *,
-    engine: Engine | None,
-    runtime: Runtime | None,
-    options: ReadOptions,
-) -> Evaluation:
-    """Measure the loss of a model over the texts of a stored table or a frame.
+@dataclass(frozen=True)
+class TokenLosses:
+    """Losses of tokens, summed in three ways; each (2, ...): the sums, and the numbers of tokens that are predicted."""
+
+    blocks: np.ndarray
+    texts: np.ndarray
+    "Of the readable rows, in the table's order."
+    positions: np.ndarray
+
+
+def measure_texts(job: Measuring, spec: TaskSpec, request: ReportRequest | None) -> Evaluation:
+    """Measure the loss of a model over the texts of a stored table or a frame, and write the report if it is asked for.
 
     Raises DataError if no row is usable, UsageError for an unsuitable runtime, and the errors of `prepare`.
     """
-    engine = engine or Local()
-    choice = requested(folder, spec.task, runtime or REFERENCE)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as scratch:
-        prepared, cache = Path(scratch, "tokens"), Path(scratch, "cache")
-        with spooled(table, prepared) as rows:
-            record = prepare(
-                rows, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop", options=options
-            )
+        if request is None:
+            return _measured(job, spec, Path(scratch), None)[0]
+        if request.label_hints:
+            raise UsageError(f"label_hints: {spec.task} is measured on the texts only; there are no labels.")
+        with evaluating(request, job.identity(spec)):
+            found, losses = _measured(job, spec, Path(scratch), request)
+            ends = [f"{stop - 1:,}" for stop in POSITIONS[1:]]
+            names = [*map("{:,} to {}".format, POSITIONS, ends), f"{POSITIONS[-1]:,} and more"]
+            parts = zip(names, *losses.positions.tolist(), strict=True)
+            by_position = [{"tokens": name, "predicted": int(n), "loss": loss / n} for name, loss, n in parts if n]
+            slices = [stored_name(name) for name in request.slices]
+            about: dict[str, Any] = {"identity": job.identity(spec), "made": job.made(spec), "slices": slices}
+            publish(request.folder, found.to_json(), kind="language", sections={"positions": by_position}, **about)
+    return replace(found, report=request.folder)
+
+
+def _measured(
+    job: Measuring, spec: TaskSpec, scratch: Path, request: ReportRequest | None
+) -> tuple[Evaluation, TokenLosses]:
+    """Return the result and the losses behind it; with a report, write its rows."""
+    engine, tokenizer = job.engine or Local(), job.folder
+    choice = requested(job.folder, spec.task, job.runtime or REFERENCE)
+    prepared, cache = scratch / "tokens", scratch / "cache"
+    with spooled(job.table, prepared) as stored:
+        source = None if request is None else _source(job, spec, request, stored)
+        chosen: dict[str, Any] = {"bad_rows": "drop", "options": job.options}
+        record = prepare(stored, prepared, tokenizer=tokenizer, spec=spec, engine=engine, **chosen)
         loading.build_cache(prepared, cache)
-        settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
-        losses, targets = _losses(settings, engine)
+        losses = _losses(
+            LossSettings(model=str(job.folder), runtime=choice.runtime, spec=spec, cache=str(cache)), engine
+        )
+        if request is not None:
+            atomic_io.remove([request.folder / FACTS])
+            write_rows(request.folder / ROWS, _rows(job, source, request, committed_files(prepared), losses.texts))
         errors = errors_of(committed_files(prepared))
-    derived = plugins.load("tasks", spec.task).loss_metrics
+    derived, (sums, targets) = plugins.load("tasks", spec.task).loss_metrics, losses.blocks
 
     def estimate(blocks: np.ndarray) -> dict[str, float]:
-        loss = float(losses[blocks].sum() / targets[blocks].sum())
+        loss = float(sums[blocks].sum() / targets[blocks].sum())
         return {"loss": loss, **derived(loss)}
 
-    return Evaluation(
+    found = Evaluation(
         rows=record["rows"],
         failed=sum(errors.values()),
         errors=errors,
         tokens=int(targets.sum()),
-        metrics=bootstrapped(estimate, len(losses), resamples=RESAMPLES),
+        metrics=bootstrapped(estimate, len(sums), resamples=RESAMPLES),
         resamples=RESAMPLES,
     )
+    return found, losses
 
 
-def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[range, list[float]]]]:
-    """Load the model once. The returned worker yields the summed loss of each block, for ranges of block numbers."""
+def _source(job: Measuring, spec: TaskSpec, request: ReportRequest, stored: Any) -> Table | None:
+    """Return the table with the columns of the report: the key, slices and texts; None if it has none of them."""
+    schema = job.open(stored, ()).schema
+    texts = [] if request.no_texts else prompt_columns(spec, None, schema)
+    shown = [name for name in texts if not is_content(schema.field(name).type)]
+    named = [*([] if request.key is None else [request.key]), *request.slices, *shown]
+    if not named:
+        return None
+    source = job.open(stored, tuple(dict.fromkeys(named)))
+    refuse_slices(source.schema, request.slices)
+    return source
+
+
+def _rows(
+    job: Measuring, source: Table | None, request: ReportRequest, prepared: Sequence[Path], losses: np.ndarray
+) -> Iterator[pa.Table]:
+    """Yield the rows of rows.parquet: `loss` is the mean over the `tokens` of a text that are predicted."""
+    about = pa.concat_tables(pq.read_table(file, columns=["row_id", "cut", "error"]) for file in prepared)
+    usable, (sums, counts) = about["error"].combine_chunks().is_null(), losses
+    made = {name: pa.nulls(len(about), pa.bool_() if name == "right" else pa.float64()) for name in FIXED}
+    made["loss"] = among_all(pa.array(sums / np.maximum(counts, 1), mask=counts == 0), usable)
+    made["tokens"] = among_all(counts.astype(np.int32), usable)
+    made |= {"truncated": pc.greater(about["cut"], 0), "error": about["error"]}
+    fixed = pa.table({"row_id": about["row_id"], **made})
+    if source is None:
+        yield fixed
+        return
+    columns, first = tuple(source.schema.names), 0
+    plan = plan_chunks(source, columns=columns, hashed=False, spread=job.spread)
+    if request.key is not None:
+        check_key(source, plan, request.key, spread=job.spread)
+    with closing(ChunkReader(columns)) as reader:
+        for chunk in plan.chunks:
+            rows, part = reader.read(chunk)[0], fixed.slice(first, chunk.rows)
+            first += chunk.rows
+            if request.key is not None:
+                part = part.set_column(0, request.key, rows[request.key])
+            for name in columns:
+                part = part if name == request.key else part.append_column(stored_name(name), rows[name])
+            yield part
+
+
+def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[range, np.ndarray]]]:
+    """Load the model once. The returned worker yields the loss of each target token of blocks, for ranges of block
+    numbers."""
     import torch
+    from torch.nn.functional import cross_entropy
 
     folder, spec, runtime, where = Path(settings.model), settings.spec, settings.runtime, device()
     task = plugins.load("tasks", spec.task)
     load: Any = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
     forward = load(folder, spec, device=where)
     pad_id = load_tokenizer(folder).pad_token_id
-    blocks = _blocks(settings)
+    blocks, _ = _blocks(settings)
 
-    def losses(numbers: np.ndarray) -> np.ndarray:
+    def losses(numbers: np.ndarray) -> Iterator[np.ndarray]:
         ids, mask = blocks.padded(numbers, pad_id)
         logits = torch.from_numpy(forward(input_ids=input_ids_of(ids), attention_mask=mask))
-        targets = torch.from_numpy(task.targets(ids, mask))
-        rows = zip(logits.split(1), targets.split(1), strict=True)
-        return np.array([task.loss_sum(one, wanted, spec).item() for one, wanted in rows])
+        for one, wanted in zip(logits, torch.from_numpy(task.targets(ids, mask)), strict=True):
+            each = cross_entropy(one.float(), wanted, ignore_index=NO_TARGET, reduction="none")
+            yield each[wanted != NO_TARGET].numpy()
 
-    def worker(ranges: Iterator[range]) -> Iterator[tuple[range, list[float]]]:
+    def worker(ranges: Iterator[range]) -> Iterator[tuple[range, np.ndarray]]:
         for numbers in ranges:
-            every, found = np.array(numbers), np.zeros(len(numbers))
+            every, found = np.array(numbers), dict[int, np.ndarray]()
             lengths = blocks.lengths_of(every)
             for batch in length_batches(lengths, batch_tokens=BLOCK_TOKENS[where], max_rows=BLOCKS_AT_ONCE):
-                found[batch] = losses(every[batch])
-            yield numbers, found.tolist()
+                found |= zip(batch.tolist(), losses(every[batch]), strict=True)
+            yield numbers, np.concatenate([found[at] for at in range(len(every))])
 
     return worker
 
 
-def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the summed loss of every block (M,), and the number of its target tokens (M,)."""
-    blocks = _blocks(settings)
-    found = np.zeros(len(blocks))
-    pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(found))) for first in range(0, len(found), BLOCKS_AT_ONCE)]
+def _losses(settings: LossSettings, engine: Engine) -> TokenLosses:
+    blocks, rows = _blocks(settings)
+    readable = len(loading.open_tokens(Path(settings.cache)))
+    found = TokenLosses(*(np.zeros((2, size)) for size in (len(blocks), readable, len(POSITIONS))))
+    pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(blocks))) for first in range(0, len(blocks), BLOCKS_AT_ONCE)]
     made = engine.run_chunks(
         plugins.carried(settings.spec.task, partial(make_loss_worker, settings)),
         pieces,
         resources=Resources(gpus=None, memory=worker_memory(settings.model)),
     )
-    with closing(made), progress("evaluate", len(found), "blocks") as advance:
+    with closing(made), progress("evaluate", len(blocks), "blocks") as advance:
         for numbers, losses in made:
-            found[numbers.start : numbers.stop] = losses
+            ids, _ = blocks.padded(np.array(numbers), -1)
+            block, place = np.nonzero(ids[:, 1:] >= 0)  # the targets
+            text, first = block + numbers.start, np.zeros(1, dtype=np.int64)
+            if isinstance(blocks, Blocks):
+                place += (blocks.length - 1) * text
+                text = np.searchsorted(blocks.starts, place + 1, side="right") - 1
+                first = blocks.starts[text]
+            position = np.searchsorted(POSITIONS, place + 2 - first, side="right") - 1
+            for sums, group in (
+                (found.blocks, block + numbers.start),
+                (found.texts, rows[text]),
+                (found.positions, position),
+            ):
+                np.add.at(sums[0], group, losses)
+                np.add.at(sums[1], group, 1)
             advance(len(numbers))
-    every = np.arange(len(found))
-    return found, target_counts(blocks, every) if settings.spec.whole else blocks.lengths_of(every) - 1
+    return found
 
 
-def _blocks(settings: LossSettings) -> Blocks | Bins:
+def _blocks(settings: LossSettings) -> tuple[Blocks | Bins, np.ndarray]:
+    """Return the blocks, and the row of each text in them."""
     table = loading.open_tokens(Path(settings.cache))
     tokens = table.tokens
     assert isinstance(tokens, Ragged), "a table on disk has rows"
-    if settings.spec.whole:
-        return one_per_block(sequences_of(tokens, table.others, np.arange(len(tokens)))[0], settings.spec.max_length)
-    return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
+    every = np.arange(len(tokens))
+    if not settings.spec.whole:
+        return pack(tokens, every, settings.spec.max_length), every
+    sizes = table.others.get("sequences")
+    texts = one_per_block(sequences_of(tokens, table.others, every)[0], settings.spec.max_length)
+    return texts, every if sizes is None else np.repeat(every, sizes.lengths)  # type: ignore[union-attr]
 
 
 def errors_of(files: Sequence[Path]) -> dict[str, int]:

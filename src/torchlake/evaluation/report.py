@@ -165,14 +165,17 @@ def publish(
     made: Mapping[str, Any],
     slices: Sequence[str] = (),
     hints: str | None = None,
+    sections: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write eval.html and eval.json beside rows.parquet (if there is one); return the values of eval.json."""
+    """Write eval.html and eval.json beside rows.parquet (if there is one); return the values of eval.json.
+
+    `sections` are those that do not follow from the rows.
+    """
     rows = folder / FILE
-    sections: dict[str, Any] = {}
-    truncated = None
+    found, truncated = dict[str, Any](), None
     if rows.is_file():
         judged = read_judged(rows, kind, evaluation["labels"], slices, hints=hints is not None)
-        sections, truncated = sections_of(judged, slices, hints), judged.truncated
+        found, truncated = sections_of(judged, slices, hints), judged.truncated
     facts: dict[str, Any] = plain(
         redacted(
             {
@@ -183,7 +186,7 @@ def publish(
                 "identity": dict(identity),
                 **evaluation,
                 "truncated": truncated,
-                "sections": sections,
+                "sections": {**found, **(sections or {})},
                 "made": {**made, "versions": {name: version(name) for name in LIBRARIES}},
                 "files": {FILE: atomic_io.size_and_sha256(rows)} if rows.is_file() else {},
             }

@@ -9,7 +9,7 @@ from torchlake.display import Shown, Table, count, plain, shown
 from torchlake.metrics import Metric
 
 MATRIX_SHOWN = 7
-"Classes up to which the text of an `Evaluation` has the confusion matrix."
+"Classes up to which the text of an `Evaluation`, and `torchlake evaluate`, have the confusion matrix."
 
 
 @shown
@@ -36,12 +36,16 @@ with more than 1,000 classes."
 
     def _shown(self) -> Shown:
         rows = [(name, one.value, f"{one.low:.4f} to {one.high:.4f}") for name, one in self.metrics.items()]
-        tables: list[Table] = [[("metric", "value", "95 % interval"), *rows]]
-        if self.confusion is not None and len(self.labels) <= MATRIX_SHOWN:
-            matrix = [(label, *row) for label, row in zip(self.labels, self.confusion, strict=False)]
-            tables.append([("label \\ predicted", *self.labels), *matrix])
+        tables: list[Table] = [[("metric", "value", "95 % interval"), *rows], *self.matrices()]
         reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in list(self.errors.items())[:3])
         return f"{count(self.rows, 'row')}, {self.failed:,} left out{f' ({reasons})' if reasons else ''}", tables
+
+    def matrices(self) -> list[Table]:
+        """Return the confusion matrix with its labels, alone in a list; nothing without one that fits a terminal."""
+        if self.confusion is None or len(self.labels) > MATRIX_SHOWN:
+            return []
+        rows = [(label, *row) for label, row in zip(self.labels, self.confusion, strict=False)]
+        return [[("label \\ predicted", *self.labels), *rows]]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a metric that is undefined on this table is null."""

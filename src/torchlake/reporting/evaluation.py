@@ -1,6 +1,7 @@
 """The page of an evaluation, eval.html: what eval.json says, with the texts of a few rows of rows.parquet."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ LOSSES = {
     "spans": "loss: missed and spurious spans",
     "answers": "loss: 1 - F1 of words",
     "texts": "loss: 1 - F1 of words",
+    "language": "loss: the mean over the tokens of the text",
     "vectors": "loss: the rank of the second text (prediction: the nearest one), or the difference from the similarity",
 }
 
@@ -54,10 +56,11 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
         *_of_numbers(found),
         ("full", "Retrieval by rank", "grid", found.get("retrieval", [])),
         ("full", "Cosines of pairs", "rows", found.get("cosines", {})),
+        ("full", "Loss by position in the text", "grid", _positions(found.get("positions", []))),
         ("full", "Calibration", "parts", _calibration(found.get("calibration"))),
         ("full", "Threshold", "parts", _threshold(found.get("threshold", []))),
         ("full", "If the least sure rows go to a person", "parts", _coverage(found.get("coverage", []))),
-        ("full", "By slice", "parts", _slices(found.get("slices"))),
+        ("full", "By slice", "parts", _slices(found.get("slices"), facts["kind"])),
         *([("full", "Find rows", "filter", "Show only rows with these words:")] if lists else []),
         *lists,
         ("full", "Labels to look at", "parts", _hints(facts, rows)),
@@ -241,11 +244,20 @@ def _coverage(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
     return [("figures", [figures.picture("Score against coverage", seen, draw)]), ("grid", table)]
 
 
-def _slices(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+def _positions(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**one, "loss": _number(one["loss"]), "perplexity": _perplexity(one["loss"])} for one in found]
+
+
+def _perplexity(loss: float) -> str:
+    return f"{exp(min(loss, 700.0)):.4g}"
+
+
+def _slices(found: Mapping[str, Any] | None, kind: str) -> list[tuple[str, Any]]:
     if not found:
         return []
     table = [
         {"slice": one["slice"], "value": one["value"], "rows": one["rows"], found["unit"]: _number(one["mean"])}
+        | ({"perplexity": _perplexity(one["mean"])} if kind == "language" else {})
         | {"95 % interval": _range(one["low"], one["high"]), "lost": f"{one['lost']:+.1f}"}
         | {"note": "few rows" if one["small"] else ""}
         for one in found["slices"]

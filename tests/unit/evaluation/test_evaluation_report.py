@@ -139,15 +139,16 @@ def test_a_report_without_rows_keeps_none_of_another_model(
 ) -> None:
     folder = tmp_path / "eval"
     shutil.copytree(written[1], folder)
-    table = pa.table({"text": ["a good film", "a bad film"]})
+    table = pa.table({"chosen": ["a good film", "so good"], "rejected": ["a bad film", "bad"]})
+    pairs: Any = {"inputs": {"chosen": "chosen", "rejected": "rejected"}, "reference": tiny_gpt2}
     with pytest.raises(FingerprintError, match="another model"):
-        evaluate(tiny_gpt2, table, report=folder, engine=Refusing())
-    found = evaluate(tiny_gpt2, table, report=folder, overwrite=True, engine=tiny.Here())
+        evaluate(tiny_gpt2, table, report=folder, engine=Refusing(), **pairs)
+    found = evaluate(tiny_gpt2, table, report=folder, overwrite=True, engine=tiny.Here(), **pairs)
     assert sorted(path.name for path in folder.iterdir()) == ["eval.html", "eval.json"]
     assert json.loads((folder / "eval.json").read_text())["files"] == {}
-    assert found.tokens
-    with pytest.raises(UsageError, match="key: text_generation is not measured row by row"):
-        evaluate(tiny_gpt2, table, report=tmp_path / "other", key="id", engine=Refusing())
+    assert found.metrics
+    with pytest.raises(UsageError, match="key: preference is not measured row by row"):
+        evaluate(tiny_gpt2, table, report=tmp_path / "other", key="id", engine=Refusing(), **pairs)
     assert not (tmp_path / "other").exists()
 
 

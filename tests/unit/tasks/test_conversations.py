@@ -128,8 +128,11 @@ def test_the_loss_is_over_the_completion(form: str, tmp_path: Path, tiny_gpt2: P
     alone = [tiny.completion_ids(tokenizer, prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
     assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
     model = tmp_path / "run" / "model"
-    found = tl.evaluate(model, tmp_path / "table.parquet", engine=tiny.Here())
+    found = tl.evaluate(model, tmp_path / "table.parquet", report=tmp_path / "eval", engine=tiny.Here())
     assert found.tokens == sum(token >= 0 for row in alone for token in row)
+    seen = pq.read_table(tmp_path / "eval" / "rows.parquet")
+    assert seen["tokens"].to_pylist() == [sum(token >= 0 for token in row) for row in alone]
+    assert seen["loss"].to_pylist() == pytest.approx([loss_alone(tiny_gpt2, [row]) for row in alone], rel=1e-4)
     asked = pa.table(columns).drop_columns(["answer"])
     assert tl.predict(model, asked, max_new_tokens=2, engine=tiny.Here())["error"].null_count == 2
 

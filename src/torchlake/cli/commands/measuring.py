@@ -14,8 +14,6 @@ from torchlake.errors import UsageError
 _input = partial(Option, "Input")
 _output = partial(Option, "Output")
 _selection = partial(Option, "Selection")
-MATRIX_SHOWN = 10
-"Classes up to which the confusion matrix is shown."
 
 
 class EvaluateFlags:
@@ -52,11 +50,8 @@ def evaluate(
     rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
     counts = {"rows": rows, **({} if done.tokens is None else {"tokens": f"{done.tokens:,}"})}
     lines = [*fact_lines(counts), "", *metric_lines(done.metrics)]
-    if done.confusion is not None and len(done.labels) <= MATRIX_SHOWN:
-        lines += ["", "rows by true label (down) and predicted label (across)"]
-        lines += grid(
-            [["", *done.labels], *([label, *row] for label, row in zip(done.labels, done.confusion, strict=True))]
-        )
+    for matrix in done.matrices():
+        lines += ["", *grid(matrix)]
     if done.report is not None:
         values["report"] = done.report
         lines += ["", str(done.report / "eval.html")]

@@ -44,8 +44,8 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
     """
     facts = [atomic_io.read_json(folder / FACTS) for folder in folders]
     for one, name in zip(facts, names, strict=True):
-        if FILE not in one["files"]:
-            raise UsageError(f"{name}: its evaluation has no rows; {one['made']['task']} is not compared row by row.")
+        if FILE not in one["files"] or one["kind"] == "language":
+            raise UsageError(f"{name}: {one['made']['task']} without labels is not compared row by row.")
     tables = [_read(folder / FILE) for folder in folders]
     first, ids = tables[0], tables[0].column_names[0]
     usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()
