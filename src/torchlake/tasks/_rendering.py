@@ -32,7 +32,9 @@ from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
 from torchlake.tasks._tool_calls import Form, find_form, with_form
 
 CPU_S = 2.0
-"CPU seconds for one conversation; a long one takes a thousandth of this."
+"CPU seconds for one conversation; most take a thousandth of this."
+TURNS = 64
+"Answers for whose places a conversation has CPU_S; one with more has as many times the seconds."
 WALL_S = 60.0
 "Wall-clock seconds for one conversation, on a busy or suspended machine."
 MEMORY_BYTES = 1 << 30
@@ -186,7 +188,8 @@ def _answers(template_key: str, lines: Sequence[bytes]) -> list[list[Rendered] |
             return [*made, RenderLimitExceeded(f"the template took more than {WALL_S:g} s")]
         status = _end()
         if status == -signal.SIGPROF:
-            return [*made, RenderLimitExceeded(f"the template computed for more than {CPU_S:g} s")]
+            limit = cpu_seconds(Request(**json.loads(lines[len(made)])))
+            return [*made, RenderLimitExceeded(f"the template computed for more than {limit:g} s")]
         if made:
             return made
     return [RenderLimitExceeded(f"the process that renders the template ended twice, with status {status}")]
@@ -206,6 +209,12 @@ def close() -> None:
         _end()
 
 
+def cpu_seconds(request: Request) -> float:
+    """Return the CPU seconds that a conversation may take: each of its answers is two renderings."""
+    turns = sum(one.get("role") == "assistant" for one in request.messages) if request.want == "answers" else 0
+    return CPU_S * max(1.0, turns / TURNS)
+
+
 def serve() -> None:
     """Run the renderer: answer requests from standard input until it is closed."""
     answers = os.fdopen(os.dup(1), "wb")
@@ -219,7 +228,7 @@ def serve() -> None:
     answers.flush()
     for line in sys.stdin.buffer:
         request = Request(**json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds(request))
         answer: dict[str, Any]
         try:
             texts = (calling if request.tools else plain).texts(request)

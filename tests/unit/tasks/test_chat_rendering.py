@@ -93,6 +93,25 @@ def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
 
+def test_a_long_conversation_has_more_time_for_its_answers() -> None:
+    turns = [{"role": role, "content": "x"} for _ in range(1000) for role in ("user", "assistant")]
+    request = _rendering.Request(messages=turns)
+    assert _rendering.cpu_seconds(request) == pytest.approx(_rendering.CPU_S * 1000 / _rendering.TURNS)
+    for short in (replace(request, messages=turns[:20]), replace(request, want="whole")):
+        assert _rendering.cpu_seconds(short) == _rendering.CPU_S
+    hostile = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    [found] = _rendering.render(tokenizer(hostile), [replace(request, messages=turns[:192])])
+    assert "computed for more than 3 s" in str(found)
+
+
+@pytest.mark.slow
+def test_the_answers_of_hundreds_of_turns_are_found() -> None:
+    turns = [{"role": role, "content": "good ?"} for _ in range(500) for role in ("user", "assistant")]
+    [found] = _rendering.render(tokenizer(tiny.CHAT_TEMPLATE), [_rendering.Request(messages=turns)])
+    assert isinstance(found, list)
+    assert len(found[0].spans or ()) == 500
+
+
 @pytest.mark.parametrize("template", HONEST)
 def test_texts_are_those_of_transformers(template: str) -> None:
     made = tokenizer(template)
