@@ -245,10 +245,13 @@ def test_a_long_beginning_is_in_the_cache_once(tmp_path: Path, name: str) -> Non
         return {row: one.text.tokens.tolist() for row, one in texts.write() if isinstance(one, Ended)}
 
     def begun(head: np.ndarray) -> list[Prompt]:
-        options = GenerationOptions(max_new_tokens=4)
         parts = [*[head] * 12, head[:40], head[:0]]
-        return [
-            Prompt(row=row, ids=np.append(part, drawn.integers(5, 90, 3)), options=options)
+        return [  # the one that shares nothing stays when the others have ended
+            Prompt(
+                row=row,
+                ids=np.append(part, drawn.integers(5, 90, 3)),
+                options=GenerationOptions(max_new_tokens=4 if len(part) else 9),
+            )
             for row, part in enumerate(parts)
         ]
 

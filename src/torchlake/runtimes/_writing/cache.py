@@ -155,8 +155,8 @@ class Slots:
         """Say that the next pass has a token of each row, at these positions of their slots, (B,), after so many tokens
         (B,) of the shared beginning. Returns the mask (B, W) of what they read of their slots."""
         place = self._place
-        place.first, place.count, place.width, place.mask = 0, len(ends), int(ends.max()) + 1, None
-        place.ends = torch.from_numpy(ends).to(device)
+        place.first, place.count, place.shared, place.width = 0, len(ends), 0, int(ends.max()) + 1
+        place.ends, place.mask = torch.from_numpy(ends).to(device), None
         own = torch.arange(place.width, device=device) <= place.ends[:, None]
         if shared.any():
             before = np.arange(len(self.beginning)) < shared[:, None]

@@ -136,7 +136,8 @@ class RefillingWriter:
                 some = [first]  # the others copy from it
             else:
                 width, shared = found[rows[0].number][0], rows[0].shared
-                most = max(1, self._fill_tokens // max(1, len(rows[0]) - width))
+                # In such a pass each row has a copy of the shared beginning, in one layer at a time.
+                most = max(1, self._fill_tokens // max(1, len(rows[0]) - width, shared // 16))
                 some = [row for row in rows if (found[row.number][0], row.shared) == (width, shared)][:most]
             self._enter(some, [found[row.number] for row in some])
             entered = {row.number for row in some}
@@ -145,10 +146,11 @@ class RefillingWriter:
 
     def _share(self, rows: Sequence[Row]) -> None:
         """Compute the longest beginning that at least half of the new rows have, unless another one is read."""
-        length, first = leader(rows)
-        if self._least is None or first is None or length < max(self._least, self._slots.shared(first.prompt) + 1):
+        (length, first), known = leader(rows), [self._slots.shared(row.prompt) for row in rows]
+        if self._least is None or first is None or length < self._least or any(row.shared for row in self._running):
             return
-        if any(row.shared for row in self._running):
+        own = self._slots.shared(first.prompt)
+        if length <= own or own < max(known):  # rows may be here only because they share what is there
             return
         if self._last is not None and self._last.shared:  # what its slot has comes after what is replaced
             self._beginnings.remove(self._last)
