@@ -1,13 +1,14 @@
 """`compare`: paired differences, McNemar by hand, refusals, and the rates at which differences are found."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, norm
 from sklearn.metrics import f1_score
 
 import judged_rows as made
@@ -15,6 +16,7 @@ from html_page import Page
 from torchlake.cli.main import main
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.compare import compare, holm, mcnemar
+from torchlake.evaluation.sections import sums
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.reporting.comparison import distinct_names
@@ -139,24 +141,30 @@ def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(
 
 
 @pytest.mark.slow
-def test_intervals_cover_at_their_rate(tmp_path: Path) -> None:
-    """Of 300 pairs of samples of 300 rows, 95 % of the intervals have the true difference, within three errors."""
-    generator, covered, samples = np.random.default_rng(3), 0, 300
-    true_difference = 0.08
+@pytest.mark.parametrize(("rows", "lost", "won"), [(300, 0.06, 0.14), (1066, 0.04, 0.06)])
+def test_intervals_cover_and_find_at_their_rate(
+    rows: int, lost: float, won: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,000 pairs of samples, 93 to 97 % of the intervals have the true difference, and as many are above zero as
+    the standard error of the difference says, within 4 points.
+    """
+    monkeypatch.setattr(sums, "RESAMPLES", 400)  # a minute for each case
+    generator, samples = np.random.default_rng(3), 1000
     spec = made.classes_spec(LABELS[:2])
-    truth = np.zeros(300, dtype=int)
-    template = made.scored_classes(np.full((300, 2), 0.5), truth, LABELS[:2])
+    template = made.scored_classes(np.full((rows, 2), 0.5), np.zeros(rows, dtype=int), LABELS[:2])
     made.evaluated(tmp_path, template, spec)
     judged = read_judged(tmp_path / "rows.parquet", "classes", spec.labels)
+    place, limits = judged.table.schema.get_field_index("prediction"), []
     for _ in range(samples):
-        kind = generator.choice(4, size=300, p=[0.6, 0.06, 0.14, 0.2])  # both right, A only, B only, neither
+        kind = generator.choice(4, size=rows, p=[0.6, lost, won, 0.4 - lost - won])  # right: both, A, B, neither
         sides = []
         for right in (kind < 2, (kind == 0) | (kind == 2)):
             said = pa.array(LABELS[:2]).take(pa.array(np.where(right, 0, 1)))
-            table = judged.table.set_column(judged.table.schema.get_field_index("prediction"), "prediction", said)
-            sides.append(type(judged)(judged.path, "classes", spec.labels, table, judged.places))
-        group = next(iter(groups_of(sides)))
-        _, draws = drawn(group)["accuracy"]
-        low, high = np.quantile(draws[:, 1] - draws[:, 0], (0.025, 0.975))
-        covered += low <= true_difference <= high
-    assert 0.91 <= covered / samples <= 0.985
+            sides.append(replace(judged, table=judged.table.set_column(place, "prediction", said)))
+        _, draws = drawn(next(iter(groups_of(sides))))["accuracy"]
+        limits.append(np.quantile(draws[:, 1] - draws[:, 0], (0.025, 0.975)))
+    low, high = np.array(limits).T
+    true = won - lost
+    assert 0.93 <= np.mean((low <= true) & (true <= high)) <= 0.97
+    found = norm.cdf(true / np.sqrt((won + lost - true**2) / rows) - norm.ppf(0.975))
+    assert np.mean(low > 0) == pytest.approx(found, abs=0.04)
