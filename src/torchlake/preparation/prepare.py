@@ -65,7 +65,7 @@ class PrepareSettings:
     reference: Reference | None = None
     "The model whose log-probabilities of answers are stored; None: none are."
     time: str | None = None
-    "The time that chat templates are told; None: they do not ask."
+    "The time that chat templates get; None: they do not ask."
 
 
 def prepare(
@@ -147,9 +147,9 @@ class _Preparing:
         }
         renders = self.task.packs or self.task.pairs
         template = folders.chat_template(self.tokenizer) if renders and self.tokenizer is not None else None
-        told = time_of_job(template, made, earlier)
-        self.time = told.get("time")
-        return {**made, **told}
+        planned = time_of_job(template, made, earlier)
+        self.time = planned.get("time")
+        return {**made, **planned}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[WrittenChunk, None, None]:
         settings = PrepareSettings(

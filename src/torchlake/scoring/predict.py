@@ -267,8 +267,8 @@ class Scoring:
         runner = self.engine or Local()
         settings = with_versions(with_export(self.settings, runner), runner)
         settings = replace(settings, products=products_of(self.settings, earlier))
-        self.settings, told = with_time(with_ranges(settings, source, earlier, runner), self.spec, earlier)
-        return {**fingerprint_of(self.settings, self.spec), **told}
+        self.settings, planned = with_time(with_ranges(settings, source, earlier, runner), self.spec, earlier)
+        return {**fingerprint_of(self.settings, self.spec), **planned}
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
         if len(items) == len(out.plan.chunks):

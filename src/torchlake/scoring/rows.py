@@ -91,7 +91,7 @@ class ScoringSettings:
     "None unless the task is text generation."
     prompts: PromptOptions = field(default_factory=PromptOptions)
     time: str | None = None
-    "The time that the chat template is told; None: it does not ask, or is told the time of each call."
+    "The time that the chat template gets; None: it does not ask, or gets the time of each call."
     chunks_ahead: int = 1
     "Chunks that a process reads ahead; those that are ready share batches."
     gpus_per_process: int = 1

@@ -123,7 +123,7 @@ _renderer: Renderer | None = None
 
 
 def time_of_job(template: str | None, made: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, str]:
-    """Return the time that templates are told in a job, as part of its fingerprint: when it was planned first.
+    """Return the time that templates get in a job, as part of its fingerprint: when it was planned first.
 
     `made` is the fingerprint without it, `earlier` that of the output, whose job it may continue. Empty if the template
     does not ask, and for an output of a version that did not record it.
@@ -245,7 +245,7 @@ def serve() -> None:
 
 
 class _Template:
-    """A chat template with its special tokens and, unless that is None, the time that it is told."""
+    """A chat template with its special tokens and, unless that is None, the time that it gets."""
 
     def __init__(self, source: str, special: Mapping[str, Any], tokens: Sequence[str], time: str | None) -> None:
         from transformers.utils import chat_template_utils

@@ -173,15 +173,15 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
 def with_time(
     settings: ScoringSettings, spec: TaskSpec, earlier: Mapping[str, Any]
 ) -> tuple[ScoringSettings, dict[str, str]]:
-    """Return the settings with the time that chat templates are told, and it as a part of the job's fingerprint.
+    """Return the settings with the time that chat templates get, and it as a part of the job's fingerprint.
 
     `earlier` is the output's fingerprint.
     """
     template = None
     if settings.generation is not None:
         template = settings.prompts.chat_template or folders.chat_template(Path(settings.model))
-    told = time_of_job(template, fingerprint_of(settings, spec), earlier)
-    return replace(settings, time=told.get("time")), told
+    planned = time_of_job(template, fingerprint_of(settings, spec), earlier)
+    return replace(settings, time=planned.get("time")), planned
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
