@@ -180,7 +180,8 @@ def _rows(
             if request.key is not None:
                 part = part.set_column(0, request.key, rows[request.key])
             for name in columns:
-                part = part if name == request.key else part.append_column(stored_name(name), rows[name])
+                if name not in part.column_names[:1]:
+                    part = part.append_column(stored_name(name), rows[name])
             yield part
 
 

@@ -81,3 +81,10 @@ def test_what_does_not_fit_is_refused(tiny_gpt2: Path, table: pa.Table, tmp_path
         evaluate(tiny_gpt2, table, report=tmp_path / "a", label_hints=True, engine=tiny.Here())
     with pytest.raises(TableError, match="the key 'kind'"):
         evaluate(tiny_gpt2, table, report=tmp_path / "b", key="kind", engine=tiny.Here())
+
+
+def test_a_column_with_the_name_of_the_row_id_is_left_out(tiny_gpt2: Path, tmp_path: Path) -> None:
+    named = pa.table({"row_id": ["a", "b"], "text": ["a good film", "bad"]})
+    evaluate(tiny_gpt2, named, report=tmp_path / "eval", slices=["row_id"], engine=tiny.Here())
+    rows = pq.read_table(tmp_path / "eval" / "rows.parquet")
+    assert rows["row_id"].to_pylist() == ["input.parquet:0", "input.parquet:1"]
