@@ -224,11 +224,11 @@ def test_memory_files_and_threads_stay_the_same_under_mixed_load(
                 trouble(at)
                 at += 1
             found.append((server.memory_info().rss, server.num_fds(), server.num_threads()))
+    (memory, files, threads), (memory_then, _, _) = found
     assert set(counts) == {True}
+    # A model that is being replaced has threads of its own for a moment.
+    until(lambda: server.num_threads() <= threads + 4 and server.num_fds() <= files, within=120)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-2000:]
-    (memory, files, threads), (memory_then, files_then, threads_then) = found
     assert memory_then < 1.1 * memory, found
-    # Those of a connection or a model that is being replaced are there for a moment.
-    assert (abs(files_then - files) <= 12, abs(threads_then - threads) <= 4) == (True, True), found

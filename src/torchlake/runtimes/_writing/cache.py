@@ -152,8 +152,8 @@ class Slots:
         place.shared, place.ends, place.mask = shared, None, None
 
     def decode(self, ends: np.ndarray, shared: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Say that the next pass has a token of each row, at these positions of their slots, (B,), after so many tokens
-        (B,) of the shared beginning. Returns the mask (B, W) of what they read of their slots."""
+        """Say that the next pass has a token of each row, at the positions `ends` (B,) of its slot, after `shared` (B,)
+        tokens of the shared beginning. Returns the mask (B, W) of what they read of their slots."""
         place = self._place
         place.first, place.count, place.shared, place.width = 0, len(ends), 0, int(ends.max()) + 1
         place.ends, place.mask = torch.from_numpy(ends).to(device), None
