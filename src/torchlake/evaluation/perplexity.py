@@ -158,7 +158,7 @@ def _source(job: Measuring, spec: TaskSpec, request: ReportRequest, stored: Any)
 def _rows(
     job: Measuring, source: Table | None, request: ReportRequest, prepared: Sequence[Path], losses: np.ndarray
 ) -> Iterator[pa.Table]:
-    """Yield the rows of rows.parquet: `loss` is the mean over the `tokens` of a text that are predicted."""
+    """Yield the rows of rows.parquet: `loss` is the mean over the `tokens` of the row that are predicted."""
     about = pa.concat_tables(pq.read_table(file, columns=["row_id", "cut", "error"]) for file in prepared)
     usable, (sums, counts) = about["error"].combine_chunks().is_null(), losses
     made = {name: pa.nulls(len(about), pa.bool_() if name == "right" else pa.float64()) for name in FIXED}

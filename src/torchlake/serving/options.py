@@ -78,7 +78,7 @@ class ServeOptions:
             raise UsageError("The API key must be printable ASCII characters, at least one.")
 
     def refuse(self, names: Iterable[str], instead: str) -> None:
-        """Raise UsageError, with what to do `instead`, if an option of these has another value than its default."""
+        """Raise UsageError, with what to do `instead`, if an option of these does not have its default."""
         if given := [name for name in names if getattr(self, name) != getattr(ServeOptions, name)]:
             raise UsageError(f"{', '.join(given)}: {instead}")
 

@@ -228,7 +228,7 @@ def _supervise(
 
 
 def pause(failures: int) -> float:
-    """Return how many seconds to wait before a start, after so many starts that failed."""
+    """Return how many seconds to wait before a start, after `failures` failed starts."""
     return min(2.0 ** min(failures, 10) - 1, LONGEST_WAIT_S)
 
 

@@ -180,7 +180,7 @@ def test_a_renderer_ends_with_its_worker(template: str) -> None:
         "import json, os, sys\n"
         "sys.path[:0] = sys.argv[2:]\n"
         "from torchlake.tasks import _rendering\n"
-        "process = _rendering._running(json.dumps([[sys.argv[1]] * 2, {}, []])).process\n"
+        "process = _rendering._running(json.dumps([[sys.argv[1]] * 2, {}, [], None])).process\n"
         "request = {'messages': [{'role': 'user', 'content': 'x'}], 'want': 'prompt'}\n"
         "process.stdin.write(json.dumps(request).encode() + b'\\n')\n"
         "process.stdin.flush()\n"
