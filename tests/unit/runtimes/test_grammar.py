@@ -243,7 +243,8 @@ def test_the_probability_of_a_choice_is_that_of_all_its_tokens_and_an_end(
         assert (row["finish_reason"], row["error"]) == ("stop", None)
     drawn = predicted(folder, PROMPTS * 4, choices=choices, temperature=9.0)
     assert len({row["generated_text"] for row in drawn}) > 1
-    assert drawn[:5] == drawn[5:10]  # equal prompts
+    for row, equal in zip(drawn[:5], drawn[5:10], strict=True):  # of equal prompts, in other places of the batch
+        assert row == pytest.approx(equal, rel=1e-4)
     for row, first in zip(drawn, rows, strict=False):
         assert row["prob_good"] == pytest.approx(first["prob_good"], rel=1e-4)
 
