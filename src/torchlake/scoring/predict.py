@@ -34,7 +34,6 @@ from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.options.given import refuse_for_frames, split_options, with_common_names
 from torchlake.scoring.options.job import (
     chunk_rows_of,
-    fingerprint_of,
     products_of,
     say_if_optimizing_pays,
     with_export,
@@ -267,8 +266,8 @@ class Scoring:
         runner = self.engine or Local()
         settings = with_versions(with_export(self.settings, runner), runner)
         settings = replace(settings, products=products_of(self.settings, earlier))
-        self.settings, planned = with_time(with_ranges(settings, source, earlier, runner), self.spec, earlier)
-        return {**fingerprint_of(self.settings, self.spec), **planned}
+        self.settings, made = with_time(with_ranges(settings, source, earlier, runner), self.spec, earlier)
+        return made
 
     def start(self, out: Transaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
         if len(items) == len(out.plan.chunks):

@@ -172,16 +172,16 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
 
 def with_time(
     settings: ScoringSettings, spec: TaskSpec, earlier: Mapping[str, Any]
-) -> tuple[ScoringSettings, dict[str, str]]:
-    """Return the settings with the time that chat templates get, and it as a part of the job's fingerprint.
+) -> tuple[ScoringSettings, dict[str, Any]]:
+    """Return the settings with the time that chat templates get, and the job's fingerprint, which has it.
 
     `earlier` is the output's fingerprint.
     """
-    template = None
+    template, made = None, fingerprint_of(settings, spec)
     if settings.generation is not None:
         template = settings.prompts.chat_template or folders.chat_template(Path(settings.model))
-    planned = time_of_job(template, fingerprint_of(settings, spec), earlier)
-    return replace(settings, time=planned.get("time")), planned
+    planned = time_of_job(template, made, earlier)
+    return replace(settings, time=planned.get("time")), {**made, **planned}
 
 
 def _generation(options: GenerationOptions) -> dict[str, Any]:
