@@ -40,7 +40,7 @@ IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 HUB_REFUSED = ("[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "*/*/*")
-"Files that `check_folder` would refuse: in folders, except numbered ones and that of further chat templates."
+"What `check_folder` would refuse: files in folders other than numbered ones and the one of further chat templates."
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "*.model", CHAT_TEMPLATE,

@@ -34,7 +34,7 @@ from torchlake.tasks._tool_calls import Form, find_form, with_form
 CPU_S = 2.0
 "CPU seconds for one conversation; most take a thousandth of this."
 TURNS = 64
-"Answers for whose places a conversation has CPU_S; one with more has as many times the seconds."
+"Answers of a conversation that may take CPU_S; with more answers the limit grows in proportion."
 WALL_S = 60.0
 "Wall-clock seconds for one conversation, on a busy or suspended machine."
 MEMORY_BYTES = 1 << 30
@@ -251,7 +251,7 @@ class _Template:
         from transformers.utils import chat_template_utils
 
         module: Any = chat_template_utils
-        if time is not None:  # in this process the clock of templates stands still; no variable may be a function
+        if time is not None:  # transformers reads the clock itself, and passes no function to a template
             now = datetime.fromisoformat(time)
             module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})
         self.render: Any = module.render_jinja_template

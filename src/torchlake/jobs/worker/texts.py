@@ -110,14 +110,14 @@ class Texts:
         alone = any(one.alone for one in self._running.values())
         longest = shared = 0
         for one in self._running.values():
-            longest, shared = max(longest, one.size - self._shared(one)), max(shared, self._shared(one))
+            longest, shared = self._with(one, longest, shared)
         while not alone:
             if not self._waiting and refill:
                 self._waiting += sorted(self.more(), key=lambda one: (not one.alone, -one.size))
             if not self._waiting or (self._waiting[0].alone and self._running):
                 break
             one = self._waiting[0]
-            longest, shared = max(longest, one.size - self._shared(one)), max(shared, self._shared(one))
+            longest, shared = self._with(one, longest, shared)
             if not self._allows(len(self._running) + 1, longest, shared):
                 break
             self._waiting.popleft()
@@ -128,9 +128,11 @@ class Texts:
         for one in added:
             self.writer.add(one.row, one.ids, one.options, one.begun)
 
-    def _shared(self, one: Prompt) -> int:
-        shared = getattr(self.writer, "shared", None)
-        return 0 if shared is None else int(shared(one.ids, one.options))
+    def _with(self, one: Prompt, longest: int, shared: int) -> tuple[int, int]:
+        """Return the most tokens of its own that a row has, and the most that it shares, with one more row."""
+        shares = getattr(self.writer, "shared", None)
+        common = 0 if shares is None else int(shares(one.ids, one.options))
+        return max(longest, one.size - common), max(shared, common)
 
     @property
     def _elsewhere(self) -> bool:
