@@ -137,8 +137,8 @@ def time_of_job(template: str | None, made: Mapping[str, Any], earlier: Mapping[
     return {} if recorded is None else {"time": recorded}
 
 
-def tell_time(tokenizer: Any, time: str | None) -> None:
-    """Let `render` tell the templates of this tokenizer that it is `time`; None: the time at which each is rendered."""
+def tell_time(tokenizer: Any, time: str) -> None:
+    """Let `render` tell the templates of this tokenizer that it is `time`; else it is when each is rendered."""
     tokenizer.time_of_job = time
 
 
