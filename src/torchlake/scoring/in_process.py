@@ -4,14 +4,13 @@ Callers in threads and coroutines share batches (`serving/batching.py`): one thr
 their turn, and another one computes those of all. A caller in a thread tokenizes its own rows if no other one does.
 """
 
-import copy
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +28,12 @@ from torchlake.display import Shown, shown
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import device_is_lost
+from torchlake.scoring.options.call import AS_LOADED, CallOptions, reader_of, scorer_of, spec_of
 from torchlake.scoring.options.given import PROMPTS
 from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.options.table import checked_input
-from torchlake.scoring.rows import ReadyRows, RowReader, Runtime, ScoringSettings
+from torchlake.scoring.rows import ReadyRows, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.values import table_of
 from torchlake.scoring.workers.output import folded, joined
@@ -47,27 +47,6 @@ Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 Answer = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """What is different for one call from what the model was loaded for."""
-
-    task_options: Mapping[str, Any] = field(default_factory=dict)
-    all_probabilities: bool | None = None
-    raw: bool = False
-    "Whether answers are the model's outputs, not probabilities."
-    prompt: str | None = None
-    "The prompt of an embedding model in place of its default."
-    truncation_side: str | None = None
-    truncate: bool = True
-    "Whether longer rows are truncated; if not, they are errors."
-
-    @property
-    def kind(self) -> str:
-        """What calls have in common that share batches."""
-        return repr((sorted(self.task_options.items()), self.all_probabilities, self.raw))
-
-
-AS_LOADED = CallOptions()
 ONE_ROW = np.ones(1, dtype=np.int64)
 "The cost of a call of the thread that tokenizes, which takes one after the other."
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
@@ -206,7 +185,7 @@ class Model:
         scorer = self._scorer
         if scorer is None:
             raise UsageError(CLOSED)
-        reader = scorer.reader if view is AS_LOADED else _reader_of(scorer.reader, view)
+        reader = scorer.reader if view is AS_LOADED else reader_of(scorer.reader, view)
         work = reader.read(table, unreadable)
         if not view.truncate:
             for at in np.flatnonzero(work.features.cut).tolist():
@@ -251,7 +230,7 @@ class Model:
 
     def with_options(self, task_options: Mapping[str, Any]) -> TaskSpec:
         """Return the task with other options. Raises UsageError for those that it does not have."""
-        return _spec_of(self.spec, CallOptions(task_options=task_options))
+        return spec_of(self.spec, CallOptions(task_options=task_options))
 
     @property
     def batch_tokens(self) -> int:
@@ -264,7 +243,7 @@ class Model:
         if scorer is None:
             raise UsageError(CLOSED)
         nothing = ReadyRows(rows, np.zeros(0, dtype=np.int64), NO_FEATURES, dict.fromkeys(range(rows), reason))
-        return (scorer if view is AS_LOADED else _scorer_of(scorer, view)).score(nothing)
+        return (scorer if view is AS_LOADED else scorer_of(scorer, view)).score(nothing)
 
     def _shown(self) -> Shown:
         classes = f", {len(self.spec.labels):,} classes" if self.spec.labels else ""
@@ -283,7 +262,7 @@ def _compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
     """Return the answers of the rows of each call, computed together."""
     view: CallOptions = parts[0][0].work[1]
     works = [_some(call.work[0], rows) for call, rows in parts]
-    used = scorer if view is AS_LOADED else _scorer_of(scorer, view)
+    used = scorer if view is AS_LOADED else scorer_of(scorer, view)
     table = used.score(joined(works))
     scorer.batch_tokens = min(scorer.batch_tokens, used.batch_tokens)  # less after memory ran out
     starts = np.cumsum([0, *(work.count for work in works)])
@@ -309,38 +288,6 @@ def _answered(read: Call, call: Call, pieces: list[tuple[np.ndarray, Any]]) -> A
         table = pa.concat_tables([each for _, each in pieces]).take(pa.array(order))
     queued_s = read.started - read.arrived + call.started - call.arrived
     return Answered(table, call.tokens, read.ended - read.started, queued_s, call.ended - call.started)
-
-
-def _scorer_of(scorer: Scorer, view: CallOptions) -> Scorer:
-    """Return a scorer with the same weights that answers in another way."""
-    made = copy.copy(scorer)
-    made.spec, made.raw = _spec_of(scorer.spec, view), view.raw
-    if view.all_probabilities is not None:
-        made.settings = replace(scorer.settings, all_probabilities=view.all_probabilities)
-    return made
-
-
-def _reader_of(reader: RowReader, view: CallOptions) -> RowReader:
-    """Return a reader with the same tokenizer that reads in another way."""
-    made = copy.copy(reader)
-    made.spec = _spec_of(reader.spec, view)
-    side, processor = view.truncation_side, reader.processor
-    if side is not None and is_dataclass(processor) and not isinstance(processor, type):
-        made.processor = replace(processor, truncation_side=side)
-    elif side is not None or view.prompt is not None:
-        made.processor = copy.copy(processor)
-        if side is not None:
-            made.processor.truncation_side = side
-        if view.prompt is not None:
-            made.processor.how = replace(processor.how, prompt=view.prompt)
-    return made
-
-
-def _spec_of(spec: TaskSpec, view: CallOptions) -> TaskSpec:
-    if not view.task_options:
-        return spec
-    task = plugins.load("tasks", spec.task)
-    return replace(spec, options=task.checked_options({**spec.options, **view.task_options}, UsageError))
 
 
 def load(

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchlake.errors import DataError, TorchlakeError, UsageError
-from torchlake.scoring.in_process import AS_LOADED, CallOptions, Model
+from torchlake.scoring.in_process import Model
+from torchlake.scoring.options.call import AS_LOADED, CallOptions
 from torchlake.serving.batching import RowTimeout
 
 if TYPE_CHECKING:

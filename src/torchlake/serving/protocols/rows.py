@@ -20,7 +20,7 @@ from starlette.responses import Response
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import TorchlakeError
-from torchlake.scoring.in_process import CallOptions
+from torchlake.scoring.options.call import CallOptions
 from torchlake.scoring.options.table import checked_input
 from torchlake.serving.exchange import Refused, ServedRequest, parse_json, reply
 from torchlake.tables.arrays import from_strings

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, label_name
-from torchlake.scoring.in_process import CallOptions
+from torchlake.scoring.options.call import CallOptions
 from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
 from torchlake.serving.protocols.rows import as_texts
 
