@@ -1,4 +1,4 @@
-"""What one call of a loaded model may do in another way than the model was loaded for."""
+"""What one call of a loaded model may do otherwise than the model was loaded for."""
 
 import copy
 from collections.abc import Mapping
