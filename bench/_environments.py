@@ -77,6 +77,7 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "daft": (("numpy==2.4.6", "pyarrow==25.0.1", "daft==0.7.26"),),
+    "daft-prompt": (("numpy==2.4.6", "pyarrow==25.0.1", "daft==0.7.26", "openai==2.38.0"),),
     "trl": (
         (
             *SHARED,

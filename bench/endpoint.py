@@ -1,8 +1,7 @@
 """An endpoint with 50 ms latency: how well a rate limit is used, and how many rows one process asks on one core.
 
-    python bench/endpoint.py [limited] [opened]
-
-The server is the fake one of the tests, a process of its own. Prints a line for each measurement.
+One process keeps 256 requests open; four share a limit of 1,000 requests a minute. The server is the fake one of the
+tests, a process of its own.
 """
 
 import json
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from _common import arguments, finish
 
 import torchlake as tl
 
@@ -53,25 +53,33 @@ def cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def limited(folder: Path, limit: int = 1000) -> None:
-    """Print how much of a limit of requests per minute four processes use."""
-    seen, _ = ask(folder, 3 * limit, "limited", processes=4, requests_per_minute=limit)
+def limited(folder: Path, limit: int) -> dict[str, Any]:
+    """Return how much of a limit of requests per minute four processes use."""
+    seen, used = ask(folder, 3 * limit, "limited", processes=4, requests_per_minute=limit)
     times = sorted(seen["times"])
     most = max(sum(start <= one < start + 60 for one in times) for start in times[:limit])
-    rate = (len(times) - 1) / (times[-1] - times[0]) * 60
-    print(f"limit {limit}/min, 4 processes: {rate:,.0f}/min ({rate / limit:.1%}), most in a minute {most:,}")
+    return {**rates("4 processes, a limit", times, used), "limit": limit, "most_in_a_minute": most}
 
 
-def opened(folder: Path, rows: int = 4000) -> None:
-    """Print how many rows one process asks in a minute of one core."""
+def opened(folder: Path, rows: int) -> dict[str, Any]:
+    """Return how many rows one process asks in a minute."""
     seen, used = ask(folder, rows, "open", concurrency=256)
-    times = sorted(seen["times"])
-    rate = (len(times) - 1) / (times[-1] - times[0]) * 60
-    print(f"256 open, 1 process: {rate:,.0f} rows/min on this machine, {rows / used * 60:,.0f} in a minute of CPU time")
+    return rates("1 process, 256 open", sorted(seen["times"]), used)
+
+
+def rates(name: str, times: list[float], used: float) -> dict[str, Any]:
+    """Return the rows per minute by the clock and of CPU time, with the start of the processes in the latter."""
+    rows_per_min = (len(times) - 1) / (times[-1] - times[0]) * 60
+    return {"name": name, "rows_per_min": rows_per_min, "rows_per_cpu_min": len(times) / used * 60}
+
+
+def main() -> None:
+    options = arguments(__doc__, rows=8000, limit=1000)
+    with tempfile.TemporaryDirectory() as name:
+        measured = [limited(Path(name), options.limit), opened(Path(name), options.rows)]
+    note = f"{3 * options.limit:,} and {options.rows:,} rows, {LATENCY_S * 1000:.0f} ms latency"
+    finish("endpoint", measured, as_json=options.json, note=note)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        for measure in (limited, opened):
-            if not sys.argv[1:] or measure.__name__ in sys.argv[1:]:
-                measure(Path(name))
+    main()

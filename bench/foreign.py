@@ -1,13 +1,10 @@
 """What the pipe costs: rows written by an engine in another process, beside the same engine in this one.
 
-    python bench/foreign.py [--rows 10000] [--rounds 3]
-
 The engine is the echo of tests/fake_engine.py, so nearly all of the time is the pipe's; then it computes `--token-us`
-for each token. Prints rows/s of one-token answers after the engine's start, and what the pipe adds to the engine's CPU
-seconds, which on a busy machine say more than the clock.
+for each token. Rows/s of one-token answers are counted after the engine's start, by the clock and per CPU second of
+each process; then what the pipe adds to the engine's CPU seconds.
 """
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -17,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from _common import finish, parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -75,24 +73,26 @@ def here(prompts: list[np.ndarray], tokens: int, token_us: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--token-us", type=float, default=100.0)
-    given = parser.parse_args()
+    made = parser(__doc__, rows=10_000, rounds=3)
+    made.add_argument("--token-us", type=float, default=100.0)
+    given = made.parse_args()
     prompts = [np.arange(1, 33) + row % 1000 for row in range(given.rows)]
     starts = [by_pipe(prompts[:1], 1, 0.0) for _ in range(given.rounds)]
     start, wait = min(one.engine for one in starts), min(one.wall for one in starts)
     costs = [by_pipe(prompts, 1, 0.0) for _ in range(given.rounds)]
     engine, own = min(one.engine for one in costs) - start, min(one.torchlake for one in costs)
-    print(
-        f"one-token answers: {given.rows / (min(one.wall for one in costs) - wait):,.0f} rows/s; per CPU second "
-        f"{given.rows / engine:,.0f} in the engine's process, {given.rows / own:,.0f} in torchlake's"
-    )
     some = prompts[: given.rows // 10]
     piped = min(by_pipe(some, 32, given.token_us).engine for _ in range(given.rounds)) - start
     alone = min(here(some, 32, given.token_us) for _ in range(given.rounds))
-    print(f"{len(some):,} rows of 32 tokens at {given.token_us:g} us: the pipe takes {piped / alone - 1:.2%} more CPU")
+    answers = {
+        "name": "one-token answers",
+        "rows_per_s": given.rows / (min(one.wall for one in costs) - wait),
+        "per_engine_cpu_s": given.rows / engine,
+        "per_torchlake_cpu_s": given.rows / own,
+    }
+    tokens = {"name": f"32 tokens at {given.token_us:g} us", "more_cpu": piped / alone - 1}
+    note = f"{given.rows:,} and {len(some):,} rows, best of {given.rounds}"
+    finish("foreign", [answers, tokens], as_json=given.json, note=note)
 
 
 if __name__ == "__main__":
