@@ -188,13 +188,15 @@ def _supervise(
     began: dict[int, float] = {}
     again: set[int] = set()
     failed = dict.fromkeys(due, 0)  # how often a process has ended soon after its start, without lasting in between
-    worst, stopping = 0, False
+    worst = stopping = 0
     while True:
         while signals:
-            stopping = stopping or signals[0] != signal.SIGHUP
-            children.signal(signals.pop(0))
+            given = signals.pop(0)
+            stopping = stopping or (given if given != signal.SIGHUP else 0)
+            # SIGINT would be an exception in a process that loads its model.
+            children.signal(signal.SIGTERM if given == signal.SIGINT else given)
         if stopping and len(due) == processes:
-            return worst
+            return 128 + stopping if worst == 128 + signal.SIGTERM else worst
         now = time.monotonic()
         for number in [number for number, when in due.items() if when <= now and not stopping]:
             del due[number]
@@ -217,7 +219,8 @@ def _supervise(
         wait = pause(failed[number])
         due[number] = time.monotonic() + wait
         if stopping:
-            worst = max(worst, code)
+            # One that SIGTERM itself has ended was still loading its model: it had accepted nothing.
+            worst = max(worst, 0 if value == -signal.SIGTERM else code)
             continue
         if (number not in again and code in PERMANENT) or (len(due) == processes and all(failed.values())):
             return code
