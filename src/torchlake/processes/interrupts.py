@@ -48,12 +48,13 @@ def _answered() -> Iterator[None]:
 
 
 @contextmanager
-def noted_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set in the block, instead of what they did before."""
-    stop = threading.Event()
-    before = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+def noted_signals(*signals: int) -> Iterator[list[int]]:
+    """Yield a list that gets the signals in the block, instead of what they did; no effect outside the main thread."""
+    noted: list[int] = []
+    able = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, lambda number, frame: noted.append(number)) for each in signals if able}
     try:
-        yield stop
+        yield noted
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -173,6 +173,8 @@ class Gate:
             return
         service = self.service
         service.ensure_watching()
+        if scope["method"] == "HEAD":  # the server leaves out the body
+            scope = {**scope, "method": "GET"}
         path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         own = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()

@@ -153,7 +153,8 @@ class ServerProcess(uvicorn.Server):
         self.watched = False
         "Whether the process ends, with 1, if this event loop stands still: what a thread hangs in may hold all others."
         self._renewing: asyncio.Task[bool] | None = None
-        self._renew = False
+        self.hangups: list[int] = []
+        "A SIGHUP in it asks to look for a new model."
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to stop; a second signal ends at once."""
@@ -169,19 +170,12 @@ class ServerProcess(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
-        handlers[signal.SIGHUP] = self._look_for_model
-        before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
-        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # of one of several processes
+        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for each, handler in before.items():
                 signal.signal(each, handler)
-
-    def _look_for_model(self, sig: int, frame: Any) -> None:
-        self._renew = True
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: at a signal, or because the model hangs."""
@@ -189,8 +183,9 @@ class ServerProcess(uvicorn.Server):
         if self.watched and counter % 10 == 0 and sys.__stderr__ is not None:
             seconds = max(LOOP_S, self.service.options.row_timeout)
             faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
-        if self._renew and (self._renewing is None or self._renewing.done()):
-            self._renew, self._renewing = False, asyncio.create_task(renew(self.service))
+        if self.hangups and (self._renewing is None or self._renewing.done()):
+            self.hangups.clear()
+            self._renewing = asyncio.create_task(renew(self.service))
         if self.service.hung is not None and not self.should_exit:
             self.status, self.should_exit, self.service.draining = HANGS, True, True
         return await super().on_tick(counter)

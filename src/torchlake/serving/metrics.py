@@ -54,7 +54,7 @@ class ServerMetrics:
         if 0 < used.status < 400:
             self.success.labels(route).inc()
         else:
-            self.failure.labels(used.kind).inc()
+            self.failure.labels("Gone" if used.status == 499 else used.kind).inc()
         self.seconds[""].observe(seconds)
         if used.rows:
             self.seconds["tokenization_"].observe(used.reading_s)

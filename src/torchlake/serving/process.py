@@ -68,19 +68,19 @@ def serve(model: str | Path, *, engine: Any = None, options: ServeOptions | None
         log.warning("%s: anyone who reaches this address can use the model; set TORCHLAKE_API_KEY", options.host)
     if options.processes > 1:
         return _serve_several(model, options, load_options)
-    with listen(options.host, options.port) as listener:
-        return run(build_app(model, options, load_options), listener)
+    with noted_signals(signal.SIGHUP) as hangups, listen(options.host, options.port) as listener:
+        return run(build_app(model, options, load_options), listener, hangups)
 
 
-def run(application: FastAPI, listener: socket.socket) -> int:
-    """Run an app on an open socket until a signal; return the exit code."""
+def run(application: FastAPI, listener: socket.socket, hangups: list[int]) -> int:
+    """Run an app on an open socket until a signal; return the exit code. `hangups` gets each SIGHUP."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # each connection is an open file
         resource.setrlimit(resource.RLIMIT_NOFILE, (most if most != resource.RLIM_INFINITY else 65536, most))
     server = ServerProcess(application)
     service, model = server.service, server.service.model
     log.info("%s (%s, %s): %s", service.name, model.spec.task, model.runtime, address_of(listener))
-    server.watched = True
+    server.watched, server.hangups = True, hangups
     asyncio.run(server.serve(sockets=[listener]))
     if server.status == HANGS or server.force_exit:
         logging.shutdown()
@@ -145,24 +145,18 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
         port = probe.getsockname()[1]
     payload = pack(_serve_shared, os.fspath(model), replace(options, port=port), load_options)
     level, devices = logging.getLevelName(logging.getLogger("torchlake").getEffectiveLevel()), gpus()
-    signals: list[int] = []
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {each: signal.signal(each, lambda sig, frame: signals.append(sig)) for each in handled}
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics,
-            Children(grace_s=options.drain_timeout + 1, held=(signal.SIGHUP,)) as children,
-        ):
+    with (
+        noted_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals,
+        tempfile.TemporaryDirectory(prefix="torchlake-metrics-") as metrics,
+        Children(grace_s=options.drain_timeout + 1, held=(signal.SIGHUP,)) as children,
+    ):
 
-            def start(number: int) -> None:
-                own = [devices[number % len(devices)]] if devices else None
-                more = {LEVEL: level, "PROMETHEUS_MULTIPROC_DIR": metrics}
-                children.start(number, "rank", payload, local_environment(options.processes, own, more))
+        def start(number: int) -> None:
+            own = [devices[number % len(devices)]] if devices else None
+            more = {LEVEL: level, "PROMETHEUS_MULTIPROC_DIR": metrics}
+            children.start(number, "rank", payload, local_environment(options.processes, own, more))
 
-            return _supervise(children, start, options.processes, signals, metrics)
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        return _supervise(children, start, options.processes, signals, metrics)
 
 
 def _serve_shared(model: str, options: ServeOptions, load_options: dict[str, Any]) -> None:
@@ -170,8 +164,12 @@ def _serve_shared(model: str, options: ServeOptions, load_options: dict[str, Any
     try:
         application = build_app(model, options, load_options)
         # Only now: the system would give it connections while it loads the model.
-        with listen(options.host, options.port, shared=True) as listener:
-            code = run(application, listener)
+        with (
+            noted_signals(signal.SIGHUP) as hangups,
+            listen(options.host, options.port, shared=True) as listener,
+        ):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # held since the start of the process
+            code = run(application, listener, hangups)
     except TorchlakeError as error:
         print(redacted(f"error: {error}"), file=sys.stderr)
         code = error.exit_code
@@ -190,13 +188,15 @@ def _supervise(
     began: dict[int, float] = {}
     again: set[int] = set()
     failed = dict.fromkeys(due, 0)  # how often a process has ended soon after its start, without lasting in between
-    worst, stopping = 0, False
+    worst = stopping = 0
     while True:
         while signals:
-            stopping = stopping or signals[0] != signal.SIGHUP
-            children.signal(signals.pop(0))
+            given = signals.pop(0)
+            stopping = stopping or (given if given != signal.SIGHUP else 0)
+            # SIGINT would be an exception in a process that loads its model.
+            children.signal(signal.SIGTERM if given == signal.SIGINT else given)
         if stopping and len(due) == processes:
-            return worst
+            return 128 + stopping if worst == 128 + signal.SIGTERM else worst
         now = time.monotonic()
         for number in [number for number, when in due.items() if when <= now and not stopping]:
             del due[number]
@@ -219,7 +219,8 @@ def _supervise(
         wait = pause(failed[number])
         due[number] = time.monotonic() + wait
         if stopping:
-            worst = max(worst, code)
+            # One that SIGTERM itself has ended was still loading its model: it had accepted nothing.
+            worst = max(worst, 0 if value == -signal.SIGTERM else code)
             continue
         if (number not in again and code in PERMANENT) or (len(due) == processes and all(failed.values())):
             return code
@@ -247,12 +248,12 @@ def _on_engine(engine: Any, model: str | Path, options: ServeOptions, load_optio
     build = partial(build_app, folder, replace(options, processes=1), load_options)
     name, address = options.name or "torchlake", (options.host, options.port)
     made.join()  # Ray sets its own signal handlers, which are replaced below
-    with noted_signals() as stop:
+    with noted_signals(signal.SIGTERM, signal.SIGINT) as stop:
         most, drain_s = options.max_requests, options.drain_timeout
         end = made.serve(build, name=name, address=address, most=most, drain_s=drain_s)
         try:
-            while not stop.wait(0.5):
-                pass
+            while not stop:
+                time.sleep(0.5)
         finally:
             end()
     return 0

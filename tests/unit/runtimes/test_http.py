@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import time
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchlake.errors import UsageError
-from torchlake.runtimes._http.answers import Answer, answer_of, read_answer
+from torchlake.runtimes._http.answers import Answer, answer_of, message_of, read_answer
+from torchlake.runtimes._http.client import _retry_after
 from torchlake.runtimes._http.limits import FIRST, LimitOptions, Limits, _Rates
 from torchlake.runtimes._http.requests import Endpoint, checked_url
 
@@ -59,6 +62,49 @@ def test_choices_are_picked_out_of_json() -> None:
         error = read_answer(endpoint, json.dumps(message(content=content)).encode()).error
         assert error is not None
         assert error.startswith("bad_answer: ")
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason", "error"),
+    [
+        ({}, "content_filter", "content_filter"),  # Azure's
+        ({"content": None}, "length", "length"),
+        ({"content": None, "reasoning": "hm"}, "length", "length"),
+        ({"content": None, "reasoning": "hm"}, "stop", None),
+        ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls", None),
+        ({"content": None}, "stop", "bad_answer"),
+    ],
+    ids=str,
+)
+def test_a_message_without_a_text_says_why(parts: dict[str, Any], reason: str, error: str | None) -> None:
+    value = message(**parts)
+    value["choices"][0]["finish_reason"] = reason
+    answer = read_answer(CHAT, json.dumps(value).encode())
+    assert (answer.error and answer.error.partition(":")[0]) == error
+    assert error == "bad_answer" or answer.texts == ("",)
+
+
+def test_a_text_does_not_depend_on_what_was_not_asked() -> None:
+    value = message(content="x") | {"usage": None}
+    value["choices"][0]["logprobs"] = {"content": [{"token": "x"}]}
+    assert read_answer(CHAT, json.dumps(value).encode()) == Answer(texts=("x",), reasons=("stop",))
+    assert message_of(b'{"error": null, "message": "why"}') == ("", "why")
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": formatdate(time.time() + 3000, usegmt=True)}, 3000),
+        ({"retry-after": formatdate(time.time() - 3000)}, 0),
+        ({"retry-after-ms": "x", "retry-after": "3"}, 3),
+        ({"retry-after-ms": "1500", "retry-after": "3"}, 1.5),
+        ({"retry-after-ms": "inf", "retry-after": "nan"}, 0),
+        ({"retry-after": "soon"}, 0),
+    ],
+    ids=str,
+)
+def test_times_to_wait(headers: dict[str, str], seconds: float) -> None:
+    assert _retry_after(headers) == pytest.approx(seconds, abs=600)
 
 
 def test_open_requests_grow_while_latency_holds_and_halve_once() -> None:

@@ -208,6 +208,16 @@ def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: py
     assert KEY.replace("/", "\\/").encode() not in content
 
 
+def test_a_placeholder_of_a_key_changes_no_answer(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("1", "row"):
+        monkeypatch.setenv("TEST_KEY", key)
+        with serving(key=key) as endpoint:
+            found = ask(rows(2), endpoint, tmp_path / key, key_env="TEST_KEY")
+        assert [row["generated_text"] for row in found] == ["echo row 0 of it", "echo row 1 of it"]
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -216,12 +226,14 @@ def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: py
         ("404", "there is nothing at /v1/chat/completions"),
         ("307", "redirects to another host, http://127.0.0.1"),
         ("302:same", "drops the request"),
+        ("308", "redirects to what is no address"),
     ],
 )
 def test_what_no_row_would_survive_ends_the_job(
     fault: str, message: str, rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     with serving(faults={"row": fault}) as endpoint:
+        endpoint.elsewhere = "http://[" if fault == "308" else endpoint.elsewhere
         with pytest.raises(UsageError, match=message):
             ask(rows(40), endpoint, tmp_path / "out")
         assert len(endpoint.requests) <= 16

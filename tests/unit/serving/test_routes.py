@@ -22,6 +22,7 @@ import tiny
 import torchlake as tl
 from serving_runs import Running, running
 from torchlake.models.write import quiet
+from training_runs import Inline
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
 SECRET = "unrepeatable"
@@ -97,6 +98,26 @@ def test_rows_are_those_of_predict_in_every_form(classes: Running) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "errors"),
+    [
+        ("text\ngood\n\nbad\n", [None, "null_input", None]),
+        ("\r\ntext\r\ngood\r\n", [None]),
+        ("\ufefftext\n\n", ["null_input"]),
+        ("n,text\n1,good\n\n2,\n", [None, "null_input"]),
+    ],
+)
+def test_lines_of_csv_are_rows_as_in_predict(
+    classes: Running, tmp_path: Path, content: str, errors: list[str | None]
+) -> None:
+    response = classes.client.post("/invocations", content=content.encode(), headers={"content-type": "text/csv"})
+    assert [row["error"] for row in response.json()["predictions"]] == errors
+    (tmp_path / "in.csv").write_bytes(content.encode())
+    options: dict[str, Any] = {"engine": Inline(), "max_error_rate": 1.0}
+    tl.predict(classes.service.source, str(tmp_path / "in.csv"), tmp_path / "out", **options)
+    assert pq.read_table(tmp_path / "out")["error"].to_pylist() == errors
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         ({}, "exactly one of"),
@@ -110,6 +131,7 @@ def test_rows_are_those_of_predict_in_every_form(classes: Running) -> None:
             {"dataframe_split": {"columns": ["text"], "data": [["a"], [SECRET, SECRET]]}},
             "row 1: expected a list of 1 values",
         ),
+        ({"dataframe_split": {"columns": ["text", "text"], "data": [["a", SECRET]]}}, "a list of different names"),
         ({"inputs": {"text": SECRET}}, "expected a list of values for each column"),
         ([SECRET], "must be a JSON object"),
     ],
@@ -177,6 +199,8 @@ def test_texts_times_labels_are_limited(tmp_path: Path, tiny_bert: Path) -> None
             response = server.post("/", body)
             assert response.status_code == status, response.text
             assert status == 200 or "texts times labels; the limit is 6" in response.json()["error"]
+        raw = server.post("/predict", {"inputs": "a", "raw_scores": True})
+        assert (raw.status_code, "raw_scores" in raw.json()["error"]) == (422, True)
 
 
 def test_classes_are_those_of_predict_best_first(classes: Running) -> None:
@@ -262,6 +286,7 @@ def test_pairs_are_pairs(pairs: Running) -> None:
     order = [0, 1] if scores[0] >= scores[1] else [1, 0]
     assert near(ranked.json(), [{"index": at, "score": scores[at], "text": ["film", "bore"][at]} for at in order])
     assert pairs.post("/predict", {"inputs": "good"}).status_code == 422
+    assert pairs.post("/rerank", {"query": " ", "texts": ["film"]}).json()["error"] == "query: it has no text"
     records = [{"query": "good", "passage": "film"}, {"query": "a"}]
     answers = pairs.post("/invocations", {"dataframe_records": records}).json()["predictions"]
     assert near(answers[0], expected[0])
@@ -286,6 +311,9 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
     assert np.allclose(prompted, expected[:1], atol=1e-6)
     cosines = found({"inputs": {"source_sentence": texts[0], "sentences": texts}}, "/similarity")
     assert np.allclose(cosines, expected @ expected[0], atol=1e-6)
+    for parameters, status in (({"prompt_name": "query"}, 200), ({"dimensions": 4}, 422), ({"inputs": "a"}, 422)):
+        body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": parameters}
+        assert vectors.post("/similarity", body).status_code == status
     assert vectors.post("/embed", {"inputs": "a", "prompt_name": "no"}).json()["error"].endswith("the prompts query")
     for form in ("float", "base64"):
         body = {"input": texts, "model": "embedder", "encoding_format": form, "dimensions": 16}
@@ -323,6 +351,10 @@ def test_tokens_facts_headers_and_metrics(classes: Running) -> None:
         ("good", 0, 4, False),
         ("film", 5, 9, False),
     ]
+    odd = classes.client.post(
+        "/tokenize", content=b'{"inputs": ["a", "\\ud800"]}', headers={"content-type": "application/json"}
+    )
+    assert (odd.status_code, odd.json()["error"]) == (422, "inputs[1]: bad_utf8")
     info = classes.client.get("/info").json()
     assert info["model_type"] == {
         "classifier": {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
@@ -391,7 +423,7 @@ def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
     with running(folder) as server:
         expected = predicted(server, {"image": [content]})
         rows = [
-            base64.b64encode(content).decode(),
+            base64.encodebytes(content).decode(),  # with line breaks, as `base64` writes it
             str(tmp_path / "photo.png"),
             {"path": str(tmp_path / "photo.png")},
             None,
@@ -400,6 +432,9 @@ def test_images_are_base64_and_no_paths(tmp_path: Path) -> None:
             "predictions"
         ]
         assert near(answers[0], expected[0])
+        for path in ("/predict", "/"):  # which read texts
+            refused = server.post(path, {"inputs": str(tmp_path / "photo.png")})
+            assert (refused.status_code, "reads images; use /invocations" in refused.text) == (424, True)
         assert [row["error"] for row in answers[1:]] == ["corrupt_image: it is not base64", "null_input", "null_input"]
 
 
@@ -408,7 +443,10 @@ def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
     with running(tiny_model, api_key="secret", **options) as server:
         key = {"authorization": "Bearer secret"}
         assert server.client.get("/health").status_code == 200
+        head = server.client.head("/health")
+        assert (head.status_code, head.headers["content-length"], head.text) == (200, "1", "")
         for path in ("/metrics", "/info", "/openapi.json", "/"):
+            assert server.client.head(path).status_code == 401
             assert server.client.get(path).status_code == 401
             assert server.client.get(path, headers={"authorization": "Bearer other"}).status_code == 401
             assert server.client.get(path, headers=key).status_code == 200

@@ -1,6 +1,7 @@
 """Commands that answer requests with a model: serve, try."""
 
 import os
+import signal
 import sys
 from functools import partial
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from torchlake.cli.options import Given
 from torchlake.config.arguments import read_named
 from torchlake.config.options import Option
 from torchlake.errors import UsageError, need_library
+from torchlake.processes.interrupts import noted_signals
 from torchlake.serving.options import ServeOptions
 
 _input = partial(Option, "Input")
@@ -46,12 +48,13 @@ class TryFlags:
 @command("serve runs/reviews/model --port 8080", ServeOptions, ServeFlags, *LOADING, "engine set")
 def serve(model: ModelFolder, given: Given) -> Outcome:
     """Answer HTTP requests with a model. Rows as MLflow, texts as Text Embeddings Inference and OpenAI take them."""
-    serving = load_serving()
     engine, settings = given["engine"], given["set"] or ()
     if engine is None and settings:
         raise UsageError("--set: it sets options of --engine ray; name the engine, or leave it out.")
-    made = None if engine is None else make_engine(engine, given["processes"], settings, as_json=False)
-    status = serving.serve(model, engine=made, options=_serve_options(given), **given.some(*LOADING))
+    with noted_signals(signal.SIGHUP):  # which asks for a new model: none has been read while libraries are
+        serving = load_serving()
+        made = None if engine is None else make_engine(engine, given["processes"], settings, as_json=False)
+        status = serving.serve(model, engine=made, options=_serve_options(given), **given.some(*LOADING))
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
 
 

@@ -86,7 +86,7 @@ def message_of(content: bytes) -> tuple[str, str]:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return "", shown(content)
-    found = value.get("error", value) if isinstance(value, dict) else value
+    found = (value.get("error") or value) if isinstance(value, dict) else value
     if isinstance(found, dict):
         code = found.get("code") or found.get("type") or ""
         inner = found.get("innererror")
@@ -142,13 +142,13 @@ def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
         raise ValueError("a choice has no message")
     calls = [one["tool_calls"] for one in messages if one.get("tool_calls")]
     reasons = tuple(str(one.get("finish_reason") or "stop") for one in choices)
-    texts = tuple(_text(one, called=bool(one.get("tool_calls"))) for one in messages)
+    texts = tuple(_text(one, reason) for one, reason in zip(messages, reasons, strict=True))
     answer = Answer(
         texts=texts,
         reasoning=next((each for one in messages for each in _reasonings(one)), None),
         tool_calls=json.dumps(calls[0] if endpoint.texts == 1 else calls, ensure_ascii=False) if calls else None,
         reasons=reasons,
-        logprobs=_logprobs(choices[0].get("logprobs")),
+        logprobs=_logprobs(choices[0].get("logprobs")) if endpoint.options.get("logprobs") else None,
     )
     refusal = next((one["refusal"] for one in messages if one.get("refusal")), None)
     if refusal is not None:
@@ -168,12 +168,13 @@ def _reasonings(message: dict[str, Any]) -> list[str]:
     return [each for each in found if isinstance(each, str) and each]
 
 
-def _text(message: dict[str, Any], *, called: bool) -> str:
-    """Return the text of a message: of one that calls tools or is refused, it may be missing."""
+def _text(message: dict[str, Any], reason: str) -> str:
+    """Return the text of a message; it may be missing beside what stands for it, and where it ended before a text."""
     content = message.get("content")
     if isinstance(content, list):  # parts
         content = "".join(one["text"] for one in content if one.get("type") in ("text", "output_text"))
-    if content is None and (called or message.get("refusal") or message.get("reasoning_content")):
+    instead = message.get("tool_calls") or message.get("refusal") or _reasonings(message)
+    if content is None and (instead or reason in ("length", "content_filter")):
         return ""
     if not isinstance(content, str):
         raise ValueError("a choice has no text" if "content" in message else "a message has no content")
@@ -214,7 +215,8 @@ def _vector(value: dict[str, Any]) -> Answer:
         except binascii.Error:
             raise ValueError("its vector is not base64") from None
     else:
-        found = np.asarray(numbers, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what float32 cannot hold is found below
+            found = np.asarray(numbers, dtype=np.float32)
     if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
         raise ValueError("its vector is not a list of numbers")
     return Answer(vector=base64.b64encode(found.astype("<f4").tobytes()).decode())

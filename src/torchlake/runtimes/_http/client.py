@@ -35,6 +35,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 LONGEST_WAIT_S = 3600.0
 "An endpoint that asks to wait longer has reached a limit of its own."
 CONNECT_S = 30.0
+LEAST_KEY = 12
+"Characters of a key that is removed from answers."
 MOST_BYTES = 1 << 26
 "Bytes of a response that are read."
 MOST_REDIRECTS = 3
@@ -66,6 +68,8 @@ class Client:
     def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
         self.endpoint, self.limits = endpoint, limits
         self._key = endpoint.key()
+        # A placeholder, such as EMPTY or ollama, is a word that answers may have.
+        self._secret = self._key if len(self._key or "") >= LEAST_KEY else None
         self._host = urlsplit(endpoint.url).hostname or ""
         for name in ("httpx", "httpcore"):  # they log each request, with its headers
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -182,8 +186,9 @@ class Client:
                 async with asyncio.timeout(self.endpoint.timeout_s):
                     with self._pool() as pool:
                         got = await pool.request(method, address, headers=headers, **content)
-            except (TimeoutError, httpx.TransportError) as error:
-                problem = self._broken(error, attempt) if isinstance(error, httpx.TransportError) else "timeout"
+            except (TimeoutError, httpx.TransportError, httpx.DecodingError) as error:
+                broken = isinstance(error, httpx.TransportError)
+                problem = self._broken(error, attempt) if broken else str(error) or "timeout"
             else:
                 body = self._cleaned_bytes(got.content)
                 if got.status_code == 200:
@@ -234,7 +239,10 @@ class Client:
 
     def _redirected(self, address: str, status: int, location: str) -> str:
         """Return where a redirect leads. Raises UsageError unless that is the same host and the request may be sent."""
-        there, here = urlsplit(urljoin(address, location)), urlsplit(address)
+        try:
+            there, here = urlsplit(urljoin(address, location)), urlsplit(address)
+        except ValueError:
+            raise UsageError(f"{self.endpoint.url}: it redirects to what is no address.") from None
         if (there.scheme, there.netloc) != (here.scheme, here.netloc):
             raise UsageError(
                 f"{self.endpoint.url}: it redirects to another host, {there.scheme}://{there.hostname}, which is "
@@ -301,9 +309,9 @@ class Client:
 
     def _cleaned_bytes(self, content: bytes) -> bytes:
         """Return a body without the key, also as JSON writes it."""
-        if self._key is not None:
-            quoted = json.dumps(self._key)[1:-1]
-            for form in {self._key, quoted, quoted.replace("/", "\\/")}:
+        if self._secret is not None:
+            quoted = json.dumps(self._secret)[1:-1]
+            for form in {self._secret, quoted, quoted.replace("/", "\\/")}:
                 content = content.replace(form.encode(), REDACTED.encode())
         return content
 
@@ -315,19 +323,21 @@ class Client:
         return replace(answer, texts=tuple(map(self._text, answer.texts)), **whole)
 
     def _text(self, text: str) -> str:
-        return self.clean(text).encode("utf-8", "replace").decode()
+        text = text if self._secret is None else self.clean(text)
+        return text.encode("utf-8", "replace").decode()
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
     """Return the seconds that a response asks to wait; 0 if it does not say it."""
-    try:
-        if "retry-after-ms" in headers:
-            return max(0.0, float(headers["retry-after-ms"]) / 1000)
-        given = headers.get("retry-after", "0")
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        given = headers.get(name, "")
         try:
-            seconds = float(given)
+            seconds = float(given) * unit
         except ValueError:
-            seconds = parsedate_to_datetime(given).timestamp() - time.time()
-        return max(0.0, seconds) if seconds < float("inf") else 0.0
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+            try:
+                seconds = parsedate_to_datetime(given).timestamp() - time.time()
+            except (ValueError, TypeError, OverflowError):
+                continue
+        if 0 < seconds < float("inf"):
+            return seconds
+    return 0.0

@@ -39,7 +39,7 @@ class InvocationsBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
-    dataframe_split: dict[Literal["columns", "data"], list[Any]]
+    dataframe_split: dict[Literal["columns", "data", "index"], list[Any]]
     dataframe_records: list[dict[str, Any]]
     instances: list[dict[str, Any] | str]
     inputs: list[dict[str, Any] | str] | dict[str, list[Any]]
@@ -131,8 +131,9 @@ def _columns(value: dict[str, Any], limit: int) -> dict[str, Any]:
 def _split(value: Any, limit: int) -> dict[str, Any]:
     names, data = (value.get("columns"), value.get("data")) if isinstance(value, dict) else (None, None)
     form = "dataframe_split"
-    if not isinstance(names, list) or not isinstance(data, list) or not all(isinstance(name, str) for name in names):
-        raise Refused(400, f"{form}: expected columns, a list of names, and data, a list of rows", field=form)
+    words = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not words or not isinstance(data, list) or len({*names}) < len(names):
+        raise Refused(400, f"{form}: expected columns, a list of different names, and data, a list of rows", field=form)
     _check_rows(len(data), limit)
     wrong = next((row for row, each in enumerate(data) if not isinstance(each, list) or len(each) != len(names)), None)
     if wrong is not None:
@@ -149,11 +150,13 @@ def _from_csv(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         return "error"
 
     texts = {name: pa.string() for name in spec.input_columns}
+    body = body.lstrip(b"\r\n")
+    several = b"," in body.partition(b"\n")[0]  # an empty line is a row of a single column
     try:
         table = pa_csv.read_csv(
             io.BytesIO(body),
             pa_csv.ReadOptions(use_threads=False),
-            pa_csv.ParseOptions(newlines_in_values=True, invalid_row_handler=note),
+            pa_csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=several, invalid_row_handler=note),
             pa_csv.ConvertOptions(column_types=texts, strings_can_be_null=False),
         )
         _check_rows(len(table), limit)
@@ -233,7 +236,7 @@ def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Arra
             value = value.get("bytes")  # a path would be a file of the server
         if isinstance(value, str):
             try:
-                value = base64.b64decode(value, validate=True)
+                value = base64.b64decode("".join(value.split()), validate=True)  # `base64` breaks lines
             except (binascii.Error, ValueError):
                 errors.setdefault(row, "corrupt_image: it is not base64")
                 value = None

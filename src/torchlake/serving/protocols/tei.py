@@ -13,10 +13,10 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.scoring.rank import score_column
 from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
+from torchlake.serving.protocols.rows import as_texts
 from torchlake.serving.protocols.texts import (
     Body,
     TruncatingBody,
-    checked,
     classes_of,
     embedded,
     labels_of,
@@ -36,12 +36,17 @@ class PredictBody(TruncatingBody):
     raw_scores: bool = False
 
 
-class EmbedBody(TruncatingBody):
+class PromptedBody(TruncatingBody):
+    """The fields of routes that embed texts; the parameters of /similarity."""
+
+    prompt_name: str | None = None
+
+
+class EmbedBody(PromptedBody):
     """The body of /embed."""
 
     inputs: str | list[Any]
     normalize: bool | None = None
-    prompt_name: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float"] | None = None
 
@@ -59,7 +64,7 @@ class SimilarityBody(Body):
     """The body of /similarity."""
 
     inputs: dict[Literal["source_sentence", "sentences"], str | list[str]]
-    parameters: dict[str, Any] | None = None
+    parameters: PromptedBody | None = None
 
 
 class TokenizeBody(Body):
@@ -104,6 +109,8 @@ async def rerank(used: ServedRequest, body: RerankBody) -> Any:
         column = score_column(spec, None, used.service.name)
     except UsageError as error:
         raise Refused(424, f"the model is not a re-ranker: {error}") from None
+    if not body.query.strip() and used.model._settings.null == "error":
+        raise Refused(400, "query: it has no text", field="query")
     rows = [(body.query, text) for text in body.texts]
     # Outputs of a regression on no scale are logits: TEI gives their sigmoid.
     logits = spec.problem == "regression" and spec.activation is None and spec.mean is None
@@ -123,7 +130,7 @@ async def similarity(used: ServedRequest, body: SimilarityBody) -> Any:
         raise Refused(
             422, "inputs: expected source_sentence, a string, and sentences, a list of strings", field="inputs"
         )
-    options = checked(EmbedBody, {"inputs": "", **(body.parameters or {})})
+    options = body.parameters or PromptedBody()
     vectors = await embedded(used, [source, *sentences], "inputs", options, prompt_name=options.prompt_name)
     return (vectors[1:] @ vectors[0]).astype(np.float32)
 
@@ -134,6 +141,10 @@ async def tokenize(used: ServedRequest, body: TokenizeBody) -> Any:
     if len(texts) > used.service.options.max_rows:
         raise Refused(422, f"inputs: {len(texts):,} texts; the limit is {used.service.options.max_rows:,} (--max-rows)")
     prompt = prompt_of(used, body.prompt_name) or ""
+    errors: dict[int, str] = {}
+    as_texts(texts, errors, str)
+    if errors:
+        raise Refused(422, f"inputs[{min(errors)}]: bad_utf8", kind="Tokenizer", field="inputs")
     texts, patience = [prompt + text for text in texts], used.service.options.queue_timeout
     return await used.model.tokens(texts, special=body.add_special_tokens, patience=patience)
 

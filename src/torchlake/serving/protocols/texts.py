@@ -17,7 +17,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.scoring.options.call import CallOptions
 from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
-from torchlake.serving.protocols.rows import as_texts
+from torchlake.serving.protocols.rows import IMAGE, as_texts
 
 
 class Body(BaseModel):
@@ -145,6 +145,8 @@ async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: st
     """Return the prediction columns of rows. Raises Refused if there are none, and for one that cannot be scored."""
     if not rows:
         raise Refused(400, f"{field}: is empty", field=field)
+    if IMAGE in plugins.load("tasks", used.model.spec.task).inputs:  # a text would be the path of a file here
+        raise Refused(424, "the model reads images; use /invocations")
     errors: dict[int, str] = {}
     try:
         columns = {
@@ -174,6 +176,8 @@ async def classes_of(
     spec, task = spec or used.model.spec, plugins.load("tasks", used.model.spec.task)
     if view.all_probabilities is None or "embedding" in task.output_schema(spec).names:
         raise Refused(424, f"the model is not a classifier; its task is {spec.task}")
+    if view.raw and "candidate_labels" in spec.options:
+        raise Refused(422, "raw_scores: this model has no single one of a class", field="raw_scores")
     table = await scored(used, rows, "inputs", view)
     scores = np.column_stack([matrix_of(table[name].combine_chunks()) for name in task.probability_names(spec)])
     scores = scores.astype(np.float64)
