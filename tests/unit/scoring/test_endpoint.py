@@ -211,7 +211,7 @@ def test_the_key_is_nowhere(rows: Callable[..., Path], tmp_path: Path, capfd: py
 def test_a_placeholder_of_a_key_changes_no_answer(
     rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key in ("1", "row"):
+    for key in ("1", "row", "EMPTY"):
         monkeypatch.setenv("TEST_KEY", key)
         with serving(key=key) as endpoint:
             found = ask(rows(2), endpoint, tmp_path / key, key_env="TEST_KEY")

@@ -35,8 +35,9 @@ PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 LONGEST_WAIT_S = 3600.0
 "An endpoint that asks to wait longer has reached a limit of its own."
 CONNECT_S = 30.0
-LEAST_KEY = 12
-"Characters of a key that is removed from answers."
+PLACEHOLDERS = {"dummy", "empty", "lm-studio", "no-key", "none", "not-needed", "null", "ollama", "token"}
+"Keys of servers that want none: words that answers may have, as is what is shorter than LEAST_KEY characters."
+LEAST_KEY = 4
 MOST_BYTES = 1 << 26
 "Bytes of a response that are read."
 MOST_REDIRECTS = 3
@@ -68,8 +69,8 @@ class Client:
     def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
         self.endpoint, self.limits = endpoint, limits
         self._key = endpoint.key()
-        # A placeholder, such as EMPTY or ollama, is a word that answers may have.
-        self._secret = self._key if len(self._key or "") >= LEAST_KEY else None
+        known = self._key is None or len(self._key) < LEAST_KEY or self._key.lower() in PLACEHOLDERS
+        self._secret = None if known else self._key
         self._host = urlsplit(endpoint.url).hostname or ""
         for name in ("httpx", "httpcore"):  # they log each request, with its headers
             logging.getLogger(name).setLevel(logging.WARNING)
