@@ -446,7 +446,7 @@ def test_rates_hold(rows: Callable[..., Path], tmp_path: Path) -> None:
             "no price of the model 'small'; it has other, third",
         ),
         ({"price": {"small": {"output": 1}}}, "small: no input"),
-        ({"price": {"small": {"input": -1}}}, "expected a price of 0 or more, got -1"),
+        ({"price": {"small": {"input": -1}}}, "input: expected a price of 0 or more, got -1"),
         ({"price": "none.yaml"}, "price: none.yaml: there is no such file"),
         ({"max_cost": 1.0}, "the prices of the model are needed"),
         ({"max_length": 10}, "max_length: for a model folder"),

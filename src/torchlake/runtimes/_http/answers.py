@@ -126,7 +126,8 @@ def _usage(value: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": cached,
     }
     # Arrow's columns are int32; a count beyond that, or a negative one, is not a count.
-    return {name: each if type(each) is int and 0 <= each < 2**31 else None for name, each in found.items()}
+    known = {name: each for name, each in found.items() if type(each) in (int, float) and 0 <= each < 2**31}
+    return {name: int(known[name]) if name in known and known[name] % 1 == 0 else None for name in found}
 
 
 def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
