@@ -226,7 +226,7 @@ def test_a_placeholder_of_a_key_changes_no_answer(
         ("404", "there is nothing at /v1/chat/completions"),
         ("307", "redirects to another host, http://127.0.0.1"),
         ("302:same", "drops the request"),
-        ("308", "redirects to what is no address"),
+        ("308", "redirects to an address that cannot be read"),
     ],
 )
 def test_what_no_row_would_survive_ends_the_job(

@@ -170,7 +170,7 @@ def _reasonings(message: dict[str, Any]) -> list[str]:
 
 
 def _text(message: dict[str, Any], reason: str) -> str:
-    """Return the text of a message; it may be missing beside what stands for it, and where it ended before a text."""
+    """Return the text of a message; it may be missing beside what stands for it, and where it ended before any."""
     content = message.get("content")
     if isinstance(content, list):  # parts
         content = "".join(one["text"] for one in content if one.get("type") in ("text", "output_text"))
