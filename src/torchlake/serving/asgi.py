@@ -213,10 +213,12 @@ class Gate:
             used.kind = refused.kind
             if refused.status == 500:
                 logging.getLogger(__name__).exception("request %s", own.decode())
+            refused.__traceback__ = None  # it would keep the model until garbage is collected
             if not used.status:
                 await refusal(path, refused)(scope, receive, answer)
         finally:
             service.tasks.discard(task)
+            del scope["torchlake"]  # a connection keeps the scope, and a replaced model with it
             if watch is not None:
                 watch.cancel()
             _record(used, getattr(scope.get("route"), "path", "other"), scope["method"])

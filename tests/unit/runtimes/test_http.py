@@ -84,6 +84,12 @@ def test_a_message_without_a_text_says_why(parts: dict[str, Any], reason: str, e
     assert error == "bad_answer" or answer.texts == ("",)
 
 
+def test_counts_are_whole_numbers() -> None:
+    counts = {"prompt_tokens": 4.0, "completion_tokens": 2.5, "prompt_tokens_details": {"cached_tokens": -1}}
+    answer = read_answer(CHAT, json.dumps(message(content="x") | {"usage": counts}).encode())
+    assert (repr(answer.prompt_tokens), answer.generated_tokens, answer.cached_tokens) == ("4", None, None)
+
+
 def test_a_text_does_not_depend_on_what_was_not_asked() -> None:
     value = message(content="x") | {"usage": None}
     value["choices"][0]["logprobs"] = {"content": [{"token": "x"}]}

@@ -226,7 +226,7 @@ def test_a_placeholder_of_a_key_changes_no_answer(
         ("404", "there is nothing at /v1/chat/completions"),
         ("307", "redirects to another host, http://127.0.0.1"),
         ("302:same", "drops the request"),
-        ("308", "redirects to what is no address"),
+        ("308", "redirects to an address that cannot be read"),
     ],
 )
 def test_what_no_row_would_survive_ends_the_job(
@@ -446,7 +446,7 @@ def test_rates_hold(rows: Callable[..., Path], tmp_path: Path) -> None:
             "no price of the model 'small'; it has other, third",
         ),
         ({"price": {"small": {"output": 1}}}, "small: no input"),
-        ({"price": {"small": {"input": -1}}}, "expected a price of 0 or more, got -1"),
+        ({"price": {"small": {"input": -1}}}, "input: expected a price of 0 or more, got -1"),
         ({"price": "none.yaml"}, "price: none.yaml: there is no such file"),
         ({"max_cost": 1.0}, "the prices of the model are needed"),
         ({"max_length": 10}, "max_length: for a model folder"),

@@ -1,5 +1,7 @@
 """Connections, time and signals: what arrives badly or slowly harms no other request, and nothing accepted is lost."""
 
+import asyncio
+import gc
 import json
 import logging
 import os
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,8 +285,6 @@ def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
-    import asyncio
-
     folders = [tiny.build_model(tmp_path / f"model{seed}", encoder=tiny_bert, seed=seed) for seed in (0, 1)]
     other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, spec=tiny.spec_for("single_label", ("x", "y")))
     link = tmp_path / "current"
@@ -339,6 +340,26 @@ def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_pat
 
         service.load = broken
         assert not asyncio.run(renew(service))
+
+
+@pytest.mark.parametrize("sent", [b'{"inputs": "good"}', b'{"inputs": 7}', b'{"inputs": " "}', b"{"])
+def test_a_replaced_model_is_freed_without_a_collection_of_garbage(tiny_model: Path, sent: bytes) -> None:
+    with running(tiny_model) as server:
+        server.post("/predict", {"inputs": "good"})
+        gc.collect()
+        gc.disable()
+        try:
+            server.client.post("/predict", content=sent, headers={"content-type": "application/json"})
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as gone:
+                gone.sendall(POST + b"content-length: 18\r\n\r\n" + sent)
+            until(lambda: not server.service.tasks)
+            old = weakref.ref(server.service.model)
+            assert server.service.watching is not None
+            loop = server.service.watching.get_loop()
+            assert asyncio.run_coroutine_threadsafe(renew(server.service), loop).result(60)
+            until(lambda: old() is None)
+        finally:
+            gc.enable()
 
 
 def test_a_port_that_is_taken_and_options_that_make_no_sense(

@@ -22,6 +22,17 @@ import torchlake as tl
 from serving_runs import free_port, started, until
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_server_stays() -> Iterator[None]:
+    """End the server of a test that has failed."""
+    before = set(psutil.Process().children())
+    yield
+    for process in set(psutil.Process().children()) - before:
+        process.kill()
+
+
 TEXTS = [" ".join(["good", "film", "a", "bore", "bad"][at % 5 :] * (1 + at % 9)) for at in range(60)]
 
 

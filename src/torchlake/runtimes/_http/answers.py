@@ -126,7 +126,8 @@ def _usage(value: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": cached,
     }
     # Arrow's columns are int32; a count beyond that, or a negative one, is not a count.
-    return {name: each if type(each) is int and 0 <= each < 2**31 else None for name, each in found.items()}
+    known = {name: each for name, each in found.items() if type(each) in (int, float) and 0 <= each < 2**31}
+    return {name: int(known[name]) if name in known and known[name] % 1 == 0 else None for name in found}
 
 
 def _texts(endpoint: Endpoint, value: dict[str, Any]) -> Answer:
@@ -169,7 +170,7 @@ def _reasonings(message: dict[str, Any]) -> list[str]:
 
 
 def _text(message: dict[str, Any], reason: str) -> str:
-    """Return the text of a message; it may be missing beside what stands for it, and where it ended before a text."""
+    """Return the text of a message; it may be missing beside what stands for it, and where it ended before any."""
     content = message.get("content")
     if isinstance(content, list):  # parts
         content = "".join(one["text"] for one in content if one.get("type") in ("text", "output_text"))

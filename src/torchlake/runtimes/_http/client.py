@@ -243,7 +243,7 @@ class Client:
         try:
             there, here = urlsplit(urljoin(address, location)), urlsplit(address)
         except ValueError:
-            raise UsageError(f"{self.endpoint.url}: it redirects to what is no address.") from None
+            raise UsageError(f"{self.endpoint.url}: it redirects to an address that cannot be read.") from None
         if (there.scheme, there.netloc) != (here.scheme, here.netloc):
             raise UsageError(
                 f"{self.endpoint.url}: it redirects to another host, {there.scheme}://{there.hostname}, which is "

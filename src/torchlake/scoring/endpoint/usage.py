@@ -65,7 +65,7 @@ def read_price(prices: str | Path | Mapping[str, Any], model: str) -> Price:
     if unknown or not {"input"} <= given.keys():
         problem = f"unknown {unknown[0]!r}" if unknown else "no input"
         raise UsageError(f"{where}: {model}: {problem}; expected input, output and cached, per million tokens.")
-    values: dict[str, Any] = {"output": 0.0, "cached": given["input"], **given}
+    values = {**given, "output": given.get("output", 0.0), "cached": given.get("cached", given["input"])}
     for name, value in values.items():
         if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise UsageError(f"{where}: {model}: {name}: expected a price of 0 or more, got {value!r}.")
