@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torchlake.evaluation.result import Evaluation
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import FIXED, among_all, is_content, stored_name, write_rows
 from torchlake.evaluation.sections.slices import refuse_slices
+from torchlake.loss import UNWEIGHTED
 from torchlake.metrics import bootstrapped
 from torchlake.models.load import load_tokenizer
 from torchlake.outputs.staging.spool import spooled
@@ -52,7 +54,6 @@ from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.table import Table
-from torchlake.tasks import NO_TARGET
 
 RESAMPLES = 1000
 BLOCKS_AT_ONCE = 64
@@ -72,6 +73,8 @@ class LossSettings:
     spec: TaskSpec
     cache: str
     "The folder of the token cache."
+    parts: bool
+    "Whether to measure parts of blocks too, for a report."
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class TokenLosses:
 
     blocks: np.ndarray
     texts: np.ndarray
-    "Of the readable rows, in the table's order."
+    "Of the readable rows, in the table's order; of these and of positions only for a report."
     positions: np.ndarray
 
 
@@ -118,9 +121,8 @@ def _measured(
         chosen: dict[str, Any] = {"bad_rows": "drop", "options": job.options}
         record = prepare(stored, prepared, tokenizer=tokenizer, spec=spec, engine=engine, **chosen)
         loading.build_cache(prepared, cache)
-        losses = _losses(
-            LossSettings(model=str(job.folder), runtime=choice.runtime, spec=spec, cache=str(cache)), engine
-        )
+        plain: dict[str, Any] = {"model": str(job.folder), "cache": str(cache), "parts": request is not None}
+        losses = _losses(LossSettings(runtime=choice.runtime, spec=spec, **plain), engine)
         if request is not None:
             atomic_io.remove([request.folder / FACTS])
             write_rows(request.folder / ROWS, _rows(job, source, request, committed_files(prepared), losses.texts))
@@ -185,11 +187,13 @@ def _rows(
             yield part
 
 
-def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[range, np.ndarray]]]:
-    """Load the model once. The returned worker yields the loss of each target token of blocks, for ranges of block
-    numbers."""
+def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[np.ndarray, np.ndarray]]]:
+    """Load the model once. The returned worker yields the losses of ranges of blocks, as the task computes them.
+
+    Of each block (3, B): its number, its loss as in a validation, and its targets. If `settings.parts`, of each part of
+    a block that is in one text and one of POSITIONS (4, P): the text, the position, the loss and the targets.
+    """
     import torch
-    from torch.nn.functional import cross_entropy
 
     folder, spec, runtime, where = Path(settings.model), settings.spec, settings.runtime, device()
     task = plugins.load("tasks", spec.task)
@@ -198,22 +202,46 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
     pad_id = load_tokenizer(folder).pad_token_id
     blocks, _ = _blocks(settings)
 
-    def losses(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    def losses(numbers: np.ndarray) -> Iterator[tuple[list[float], list[list[float]]]]:
         ids, mask = blocks.padded(numbers, pad_id)
-        logits = torch.from_numpy(forward(input_ids=input_ids_of(ids), attention_mask=mask))
-        for one, wanted in zip(logits, torch.from_numpy(task.targets(ids, mask)), strict=True):
-            each = cross_entropy(one.float(), wanted, ignore_index=NO_TARGET, reduction="none")
-            yield each[wanted != NO_TARGET].numpy()
+        outputs = torch.from_numpy(forward(input_ids=input_ids_of(ids), attention_mask=mask))
+        wanted, counted = torch.from_numpy(task.targets(ids, mask)), mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0)
 
-    def worker(ranges: Iterator[range]) -> Iterator[tuple[range, np.ndarray]]:
+        def loss(row: int, first: int, stop: int) -> float:
+            some = slice(row, row + 1), slice(first, stop)
+            return float(task.checked_loss(outputs[some], wanted[some], spec, UNWEIGHTED))
+
+        for row, number in enumerate(numbers.tolist()):
+            places = np.flatnonzero(counted[row])
+            groups = _groups(blocks, number, places)
+            bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1).any(axis=0))
+            parts = [
+                [*groups[:, first].tolist(), loss(row, places[first], places[stop - 1] + 1), stop - first]
+                for first, stop in pairwise(bounds[: None if settings.parts else 0])
+            ]
+            yield [number, loss(row, 0, ids.shape[1]), len(places)], parts
+
+    def worker(ranges: Iterator[range]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for numbers in ranges:
-            every, found = np.array(numbers), dict[int, np.ndarray]()
-            lengths = blocks.lengths_of(every)
-            for batch in length_batches(lengths, batch_tokens=BLOCK_TOKENS[where], max_rows=BLOCKS_AT_ONCE):
-                found |= zip(batch.tolist(), losses(every[batch]), strict=True)
-            yield numbers, np.concatenate([found[at] for at in range(len(every))])
+            every = np.array(numbers)
+            batches = length_batches(
+                blocks.lengths_of(every), batch_tokens=BLOCK_TOKENS[where], max_rows=BLOCKS_AT_ONCE
+            )
+            found = [one for batch in batches for one in losses(every[batch])]
+            parts = [part for _, some in found for part in some]
+            yield np.array([whole for whole, _ in found]).T, np.array(parts, dtype=np.float64).reshape(-1, 4).T
 
     return worker
+
+
+def _groups(blocks: Blocks | Bins, number: int, places: np.ndarray) -> np.ndarray:
+    """Return the text, and the index in POSITIONS, of the target after each of the places (N,) of a block, (2, N)."""
+    texts, place, first = np.full(len(places), number), places, np.zeros(1, dtype=np.int64)
+    if isinstance(blocks, Blocks):
+        place = places + (blocks.length - 1) * number
+        texts = np.searchsorted(blocks.starts, place + 1, side="right") - 1
+        first = blocks.starts[texts]
+    return np.stack([texts, np.searchsorted(POSITIONS, place + 2 - first, side="right") - 1])
 
 
 def _losses(settings: LossSettings, engine: Engine) -> TokenLosses:
@@ -227,23 +255,13 @@ def _losses(settings: LossSettings, engine: Engine) -> TokenLosses:
         resources=Resources(gpus=None, memory=worker_memory(settings.model)),
     )
     with closing(made), progress("evaluate", len(blocks), "blocks") as advance:
-        for numbers, losses in made:
-            ids, _ = blocks.padded(np.array(numbers), -1)
-            block, place = np.nonzero(ids[:, 1:] >= 0)  # the targets
-            text, first = block + numbers.start, np.zeros(1, dtype=np.int64)
-            if isinstance(blocks, Blocks):
-                place += (blocks.length - 1) * text
-                text = np.searchsorted(blocks.starts, place + 1, side="right") - 1
-                first = blocks.starts[text]
-            position = np.searchsorted(POSITIONS, place + 2 - first, side="right") - 1
-            for sums, group in (
-                (found.blocks, block + numbers.start),
-                (found.texts, rows[text]),
-                (found.positions, position),
-            ):
-                np.add.at(sums[0], group, losses)
-                np.add.at(sums[1], group, 1)
-            advance(len(numbers))
+        for whole, parts in made:
+            found.blocks[:, whole[0].astype(np.int64)] = whole[1:]
+            texts, positions = parts[:2].astype(np.int64)
+            for sums, group in ((found.texts, rows[texts]), (found.positions, positions)):
+                for total, each in zip(sums, parts[2:], strict=True):
+                    np.add.at(total, group, each)
+            advance(whole.shape[1])
     return found
 
 

@@ -174,8 +174,11 @@ class TextGeneration(WritingTask):
     def find_chunks(self, model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
         """Return as JSON how the model can compute its loss without holding a micro-batch's logits; None if it cannot.
 
-        See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the largest number of one call.
+        See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the largest number of one call. A task with a
+        loss of its own needs the logits.
         """
+        if not self.pairs and type(self).loss_sum is not WritingTask.loss_sum:
+            return None
         import torch
 
         from torchlake.tasks import _chunked_loss

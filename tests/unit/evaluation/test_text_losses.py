@@ -3,6 +3,7 @@
 import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
+import torchlake as tl
+import training_runs as runs
 from torchlake.errors import TableError, UsageError
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.perplexity import POSITIONS
 from torchlake.models.load import load_spec, load_tokenizer
+from torchlake.tasks import _chunked_loss
+from torchlake.tasks.text_generation import TextGeneration
 
 WORDS = ["good", "a good film", "bad " * 40, None, "so <b> it was a film", "film"]
 
@@ -88,3 +93,39 @@ def test_a_column_with_the_name_of_the_row_id_is_left_out(tiny_gpt2: Path, tmp_p
     evaluate(tiny_gpt2, named, report=tmp_path / "eval", slices=["row_id"], engine=tiny.Here())
     rows = pq.read_table(tmp_path / "eval" / "rows.parquet")
     assert rows["row_id"].to_pylist() == ["input.parquet:0", "input.parquet:1"]
+
+
+class Smoothed(TextGeneration):
+    """A language model that learns by a loss of its own."""
+
+    def loss_sum(self, outputs: torch.Tensor, targets: Any, spec: Any, objective: Any = None) -> torch.Tensor:
+        flat = outputs.float().flatten(0, 1), targets.long().flatten()
+        return torch.nn.functional.cross_entropy(*flat, ignore_index=-100, reduction="sum", label_smoothing=0.5)
+
+
+@pytest.mark.parametrize("columns", [{"text": "text"}, {"text": "kind", "completion": "text"}], ids=["stream", "whole"])
+def test_a_task_with_a_loss_of_its_own_has_the_loss_of_validation(
+    tiny_gpt2: Path, table: pa.Table, columns: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model so large that the loss of a language model would be computed in chunks."""
+    monkeypatch.setattr(_chunked_loss, "CHUNK_BYTES", 7 * 4 * 400)
+    texts = table.filter(table["text"].is_valid())
+    pq.write_table(texts, tmp_path / "texts.parquet")
+    files = {"train": str(tmp_path / "texts.parquet"), "validation": str(tmp_path / "texts.parquet")}
+    done = tl.train(
+        run=tmp_path / "run",
+        engine=runs.Inline(),
+        task=Smoothed(),
+        data={**files, **columns},
+        model={"base": str(tiny_gpt2), "max_length": 24},
+        train={"max_steps": 2, "batch_size": 4, "precision": "fp32"},
+    )
+    whole = {"inputs": {"completion": "text"}} if "completion" in columns else {}
+    chosen: dict[str, Any] = {"text": columns["text"], "task": "smoothed", "engine": tiny.Here(), **whole}
+    found = evaluate(tmp_path / "run" / "model", texts, report=tmp_path / "eval", **chosen)
+    assert found.metrics["loss"].value == pytest.approx(done.metrics["loss"], rel=1e-5)
+    rows = pq.read_table(tmp_path / "eval" / "rows.parquet").to_pandas()
+    sections = json.loads((tmp_path / "eval" / "eval.json").read_text())["sections"]
+    by_position = np.array([(one["loss"], one["predicted"]) for one in sections["positions"]]).T
+    for losses, counts in (by_position, (rows["loss"].fillna(0), rows["tokens"])):
+        assert np.average(losses, weights=counts) == pytest.approx(found.metrics["loss"].value, rel=1e-5)
