@@ -26,6 +26,14 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tables]:
         yield Tables(tmp_path_factory.mktemp("damaged"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "one"),
+    [("folder_output", Damage("value", 40, 973828, 1445881044))],  # the name of a part is a number
+)
+def test_damages_that_were_found(tables: Tables, kind: str, one: Damage) -> None:
+    assert tables.raw_errors(kind, one) == []
+
+
 @pytest.mark.parametrize("count", sweep([8, 2500], quick={8}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_exception_of_a_library_reaches_a_user(tables: Tables, kind: str, count: int) -> None:

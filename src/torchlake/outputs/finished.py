@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchlake import atomic_io
-from torchlake.errors import FingerprintError
+from torchlake.errors import FingerprintError, OutputError
 from torchlake.outputs.compatibility import JobSpec, differences, is_same
 from torchlake.outputs.records import position_of, read_record, stored_commits
 from torchlake.outputs.staging.kept import damage
@@ -53,9 +53,19 @@ def finished_record(found: FoundAtTarget) -> dict[str, Any] | None:
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
         # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
         # written again.
-        if not replaces or (target.has(snapshot, name, record) and _has_positions(found)):
+        problem = _damage_of_listed(found, record)
+        if problem and not replaces:
+            raise OutputError(f"{target.shown}: is damaged: {problem}. Write everything again, with mode overwrite.")
+        if not replaces or (target.has(snapshot, name, record) and _has_positions(found) and not problem):
             return record
     return None
+
+
+def _damage_of_listed(found: FoundAtTarget, record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a file of a commit that the table lists: it was deleted, or cut; None if nothing is."""
+    live = found.target.live(found.snapshot, record) or ()
+    listed = [one for one in record["parts"] if one["name"] in live]
+    return damage(found.target, {**record, "parts": listed}, thorough=False) if listed else None
 
 
 def _has_positions(found: FoundAtTarget) -> bool:

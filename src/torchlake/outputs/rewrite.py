@@ -1,13 +1,14 @@
 """Replace rows of a table by key: each file that has some of them is written again without them.
 
-One commit adds the new files and the replacing rows, and removes the old files. Cost: the key column of every file, and
-one read and write of the files that have replaced rows; memory for the replaced keys.
+One commit adds the new files and the replacing rows, and removes the old files. Cost: the key column of every file
+whose bounds may have one of the keys, one read and write of the files that have replaced rows, memory for the keys.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,9 +18,10 @@ from torchlake.errors import OutputError
 from torchlake.outputs.parts import Part, PartFolder, parquet_bytes
 from torchlake.storage.spread import Spread
 from torchlake.tables.formats.columnar import open_parquet
+from torchlake.tables.formats.types import common_type, short, without_size
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LiveFile:
     """A file of a table."""
 
@@ -29,6 +31,8 @@ class LiveFile:
     "Its path or URL."
     bytes: int
     partition: tuple[tuple[str, str | None], ...] = ()
+    lowest: Mapping[str, Any] = field(default_factory=dict)
+    highest: Mapping[str, Any] = field(default_factory=dict)
 
 
 def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> Iterator[pa.Array]:
@@ -44,6 +48,7 @@ def without_keys(
     """Return the paths of the files that have rows with one of the values, and new files with the other rows."""
     work = partial(_rewritten, key, values, folder)
     removed, kept = [], []
+    files = _near(files, key, values)
     results = spread(work, files, size=sum(one.bytes for one in files), name="replace rows")
     for one, (has, part) in zip(files, results, strict=True):
         removed += [one.path] if has else []
@@ -51,16 +56,51 @@ def without_keys(
     return removed, kept
 
 
+def repeated_key(files: Sequence[LiveFile], key: str, values: pa.Array, spread: Spread) -> str | None:
+    """Return one of the values that a file has already, as text; None if none has."""
+    files = _near(files, key, values)
+    found = spread(partial(_present, key, values), files, size=sum(one.bytes for one in files), name="compare the keys")
+    return next((one for one in [*found] if one is not None), None)
+
+
+def _near(files: Sequence[LiveFile], key: str, values: pa.Array) -> Sequence[LiveFile]:
+    """Return the files whose bounds allow one of the values: integers or texts, which compare as in Python."""
+    if not (pa.types.is_integer(values.type) or without_size(values.type) == pa.string()) or not values.drop_null():
+        return files
+    lowest, highest = pc.min_max(values).as_py().values()
+    bounds = ((one, one.lowest.get(key), one.highest.get(key)) for one in files)
+    return [one for one, low, high in bounds if low is None or high is None or (low <= highest and lowest <= high)]
+
+
+def _present(key: str, values: pa.Array, one: LiveFile) -> str | None:
+    with open_parquet(one.file) as parquet:
+        if key not in parquet.schema_arrow.names:
+            return None
+        column, wanted = _alike(parquet.read(columns=[key])[key], values.drop_null())
+    found = column.filter(pc.is_in(column, value_set=wanted))
+    return str(found[0]) if len(found) else None
+
+
+def _alike(column: pa.ChunkedArray, values: pa.Array) -> tuple[pa.ChunkedArray, pa.Array]:
+    """Return keys of a file and other keys in one type: the file may be older than a wider type of the column."""
+    own = without_size(column.type)
+    kind = common_type(own, values.type) or own
+    return column.cast(kind), values.cast(kind)
+
+
 def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) -> tuple[bool, Part | None]:
     """Return whether a file has such rows, and a file with its other rows if it has any."""
     with open_parquet(one.file) as parquet:
         if key not in parquet.schema_arrow.names:
             raise OutputError(f"{one.file}: has no column {key!r}, the key of the rows to replace. Give another key.")
-        column = parquet.read(columns=[key])[key]
-        found = pc.is_in(column, value_set=values.cast(column.type))
+        column, wanted = _alike(parquet.read(columns=[key])[key], values)
+        found = pc.is_in(column, value_set=wanted)
         if not pc.any(found).as_py():
             return False, None
-        rows = parquet.read().filter(pc.invert(found))
+        rows = parquet.read()
+    # Files that delta-rs rewrote have string views, which Arrow cannot filter.
+    schema = pa.schema([short(one) for one in rows.schema], rows.schema.metadata)
+    rows = rows.cast(schema).filter(pc.invert(found))
     if not rows.num_rows:
         return True, None
     content = parquet_bytes(rows)

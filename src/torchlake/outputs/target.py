@@ -172,7 +172,7 @@ class TableTarget(Protocol):
 def files_of(logged: Mapping[str, Logged], file_at: Callable[[str], str]) -> list[LiveFile]:
     """Return the files of a table's log; `file_at` finds them by their paths."""
     return [
-        LiveFile(path=path, file=file_at(path), bytes=one.bytes, partition=tuple(one.partition.items()))
+        LiveFile(path, file_at(path), one.bytes, tuple(one.partition.items()), one.lowest, one.highest)
         for path, one in logged.items()
     ]
 

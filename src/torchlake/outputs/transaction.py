@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import AccessError, FingerprintError, LeaseLost, StorageError
+from torchlake.errors import AccessError, FingerprintError, LeaseLost, OutputError, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.outputs.compatibility import AllowedChanges, JobSpec
 from torchlake.outputs.grouping import grouped
@@ -32,7 +32,7 @@ from torchlake.outputs.records import (
     read_record,
     write_record,
 )
-from torchlake.outputs.rewrite import keys_in, without_keys
+from torchlake.outputs.rewrite import keys_in, repeated_key, without_keys
 from torchlake.outputs.staging.state import JobState
 from torchlake.outputs.target import Change, CommitUnknown, Conflict, Target, as_table
 from torchlake.redaction import redacted
@@ -244,18 +244,33 @@ class Transaction:
         raise StorageError(f"{said} Run the same command again: finished work is kept.") from problem
 
     def _replacing(self, snapshot: Any, change: Change) -> Change:
-        """Return the change; for replace-where, with the files of this version that have replaced rows."""
+        """Return the change; for replace-where, with the files of this version that have replaced rows.
+
+        Raises OutputError for an increment with a key that the table has: a full run over the source is refused too.
+        """
         key, deleted, table = self.request.key, self.request.deleted_keys, as_table(self.target)
-        if change.mode != "replace-where":
+        adds = change.mode == "append" and bool(change.positions) and not self.target.has(snapshot, self.id)
+        if key is None or table is None or not (adds or change.mode == "replace-where"):
             return change
-        assert key is not None, "replace-where has a key"
-        assert table is not None, "only a table is opened with this mode"
         kind = self.request.schema.field(key).type
         keys = [*keys_in(self.parts, change.files, key), *([deleted] if deleted is not None else [])]
-        live = table.live_files(snapshot)
         merged = pa.chunked_array([one.cast(kind) for one in keys], kind).combine_chunks()
-        removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
-        return replace(change, removed=removed, kept=kept)
+        try:
+            live = table.live_files(snapshot)
+        except OutputError:
+            if not adds:
+                raise
+            return change  # rows that others deleted by vectors would count as present
+        if not adds:
+            removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
+            return replace(change, removed=removed, kept=kept)
+        repeated = repeated_key(live, key, merged, self.request.spread)
+        if repeated is not None:
+            raise OutputError(
+                f"{self.target.shown}: has a row whose key {key!r} is {repeated}, as has a row to add, so the key is "
+                "not unique. Give another output, or correct the rows and score everything once with mode overwrite."
+            )
+        return change
 
 
 def check_positions(target: Target, snapshot: Any, positions: Mapping[str, int]) -> None:

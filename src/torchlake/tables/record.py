@@ -117,11 +117,12 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 def is_record(value: Any) -> bool:
     """Return whether a value has the fields of a commit record."""
     fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema", "arrow_schema"}
-    part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
+    part_fields = {"name": str, "chunk": int, "rows": int, "failed": int, "sha256": str, "bytes": int}
     return (
         isinstance(value, dict)
         and value.get("format") == 1
         and value.keys() >= fields
         and isinstance(value["parts"], list)
-        and all(isinstance(part, dict) and part.keys() >= part_fields for part in value["parts"])
+        and all(isinstance(part, dict) for part in value["parts"])
+        and all(isinstance(part.get(name), kind) for part in value["parts"] for name, kind in part_fields.items())
     )

@@ -28,7 +28,7 @@ from pyiceberg.utils.config import Config
 import s3_server
 import tiny
 import torchlake as tl
-from torchlake.errors import TorchlakeError
+from torchlake.errors import OutputError, TorchlakeError
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 FEED = {"delta.enableChangeDataFeed": "true"}
@@ -72,7 +72,11 @@ def read_doubled() -> Callable[[pa.Table], pa.Table]:
     return lambda batch: pa.table({"length": pc.multiply(numbers(batch), 2)})
 
 
-FUNCTIONS = {"lengths": read_lengths, "doubled": read_doubled}
+def read_by_other_names() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"length": pc.cast(pc.utf8_length(batch["votes"]), pa.int64())})
+
+
+FUNCTIONS = {"lengths": read_lengths, "doubled": read_doubled, "by_other_names": read_by_other_names}
 
 
 @dataclass
@@ -372,3 +376,58 @@ def test_an_increment_is_a_full_run_or_refused(
             call(case)
 
     check()
+
+
+@pytest.mark.parametrize("sink", ["delta", "iceberg"])
+def test_a_key_that_the_output_has_is_not_added_again(sink: str, tmp_path: Path, lake: Any) -> None:
+    """A full run over the source is refused for its key; of two sources, neither takes the other's rows for its own."""
+    case = Case(tmp_path, lake, None, "delta", sink, "")
+    case.make()
+    case.map("out", incremental=True)
+    before = case.rows("out")
+    case._add(rows(5, 7, "twice"))
+    for _ in range(2):
+        with pytest.raises(OutputError, match=r"has a row whose key 'id' is 5, .* not unique"):
+            case.map("out", incremental=True)
+    assert case.rows("out") == before
+    DeltaTable(case.source).delete("text = 'film 5'")
+    case.map("out", mode="overwrite")
+    case.add()
+    call(case)
+
+
+def test_files_of_the_output_that_another_library_rewrote(tmp_path: Path, lake: Any) -> None:
+    """They have string views, and may be older than a wider type of the key."""
+    case = Case(tmp_path, lake, None, "delta with a feed", "delta", "")
+    case.make()
+    case.map("out", incremental=True)
+    DeltaTable(case.output("out")).update(predicate="id = 2", updates={"error": "'seen'"})
+    DeltaTable(case.output("out")).update(predicate="id = 2", updates={"error": "null"})
+    case.update()
+    call(case)
+
+
+def test_columns_of_an_iceberg_table_that_changed_without_a_snapshot(tmp_path: Path, lake: Any) -> None:
+    case = Case(tmp_path, lake, None, "iceberg", "delta", "")
+    case.make()
+    table = lake.load_table("films.source")
+    for old, new in (("text", "words"), ("votes", "text"), ("words", "votes")):
+        with table.update_schema() as update:
+            update.rename_column(old, new)
+    case.function = "by_other_names"
+    case.map("out", incremental=True)
+    case.map("full", mode="overwrite")
+    assert case.rows("out") == case.rows("full")
+
+
+def test_files_of_the_output_that_are_gone_are_written_again(tmp_path: Path, lake: Any) -> None:
+    case = Case(tmp_path, lake, None, "delta", "delta", "")
+    case.make()
+    case.map("out")
+    for file in Path(case.output("out")).glob("torchlake-*/*.parquet"):
+        file.unlink()
+    assert tl.verify(case.output("out")).problems
+    with pytest.raises(OutputError, match=r"is damaged: .* is missing .*mode overwrite"):
+        case.map("out")
+    case.map("out", mode="overwrite")
+    assert len(case.rows("out")) == 6

@@ -125,6 +125,17 @@ def test_a_type_that_no_widening_leads_to_is_refused_if_the_column_is_needed(
     assert read(str(tmp_path), "id").to_pylist() == [{"id": 1}]
 
 
+def test_views_inside_of_other_types(tmp_path: Path) -> None:
+    """As delta-rs writes them when it rewrites a file."""
+    struct = {"type": "struct", "fields": [field("x", "string"), field("b", "binary")]}
+    columns = [field("s", struct), field("l", {"type": "array", "elementType": struct, "containsNull": True})]
+    table_of(tmp_path, columns)
+    inner = pa.struct([("x", pa.string_view()), ("b", pa.binary_view())])
+    row = {"s": {"x": "a", "b": b"b"}, "l": [{"x": None, "b": b""}, None]}
+    add(tmp_path, 1, pa.table({"s": pa.array([row["s"]], inner), "l": pa.array([row["l"]], pa.list_(inner))}))
+    assert read(str(tmp_path)).to_pylist() == [row]
+
+
 def test_bytes_that_a_table_reads_as_text(tmp_path: Path) -> None:
     table_of(tmp_path, [field("t", "string"), field("b", "binary")])
     add(tmp_path, 1, pa.table({"t": [b"a"], "b": pa.array([b"ab"], pa.binary(2))}))

@@ -159,4 +159,5 @@ def _sizes(location: str) -> dict[str, int]:
     """
     if is_url(location):
         return folder_at(location).sizes()
-    return {entry.name: entry.stat().st_size for entry in os.scandir(location) if entry.is_file(follow_symlinks=False)}
+    entries = os.scandir(location) if os.path.isdir(location) else ()
+    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}

@@ -27,6 +27,7 @@ _OF_COLUMNS = {
     "delta.generationExpression": "is generated from other columns",
     "delta.identity.": "is an identity column",
     "CURRENT_DEFAULT": "has a default value",
+    "__CHAR_VARCHAR_TYPE_STRING": "takes texts of a limited length",
 }
 _ADVICE = "Score into another table, and insert its rows with an engine that supports this, such as Spark."
 _CONFLICT = re.compile(r"Failed to commit transaction|Tried committing existing table version")
@@ -44,6 +45,8 @@ def check_rules(shown: str, table: Any, mode: str) -> None:
     found += [f"has constraints ({name})" for name in configuration if name.startswith("delta.constraints.")]
     if configuration.get("delta.columnMapping.mode", "none") != "none":
         found.append("maps the names of its columns (delta.columnMapping.mode)")
+    if "delta.setTransactionRetentionDuration" in configuration:
+        found.append("forgets the ids of commits, so rows could be added twice (delta.setTransactionRetentionDuration)")
     for column, key, value in _rules(pa.schema(table.schema().to_arrow())):
         rules = (rule for name, rule in _OF_COLUMNS.items() if key.startswith(name))
         found += [f"has a column {column!r} that {rule} ({key}: {value})" for rule in rules]

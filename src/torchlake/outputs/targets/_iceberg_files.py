@@ -17,8 +17,8 @@ from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import Logged, files_of
-from torchlake.outputs.targets._schemas import short
 from torchlake.storage.urls import filesystem_of, is_url
+from torchlake.tables.formats.types import short
 from torchlake.tables.sources.files import local_path
 
 _ENOUGH_DIGITS = Context(prec=76)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from torchlake.errors import OutputError, TableError
-from torchlake.tables.formats.types import children, common_type, pairs, rebuilt, without_size
+from torchlake.tables.formats.types import children, common_type, pairs, rebuilt
 
 _WIDER = {
     pa.uint8(): pa.int16(),
@@ -110,12 +110,6 @@ def _nulls(field: pa.Field, there: pa.Field, place: str) -> Iterator[str]:
     for own, inner in pairs(field.type, there.type):
         if own is not None:
             yield from _nulls(own, inner, f"{place}.{inner.name}")
-
-
-def short(field: pa.Field) -> pa.Field:
-    """Return the field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
-    kind = field.type if pa.types.is_fixed_size_binary(field.type) else without_size(field.type)
-    return field.with_type(rebuilt(kind, short))
 
 
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:

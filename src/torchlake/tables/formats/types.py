@@ -58,9 +58,15 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.Field], pa.Field]) -> pa.Dat
 
 def without_size(kind: pa.DataType) -> pa.DataType:
     """Return a type of strings or bytes with 32-bit offsets; others as they are."""
-    if pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+    if pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind) or pa.types.is_binary_view(kind):
         return pa.binary()
-    return pa.string() if pa.types.is_large_string(kind) else kind
+    return pa.string() if pa.types.is_large_string(kind) or pa.types.is_string_view(kind) else kind
+
+
+def short(field: pa.Field) -> pa.Field:
+    """Return the field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
+    kind = field.type if pa.types.is_fixed_size_binary(field.type) else without_size(field.type)
+    return field.with_type(rebuilt(kind, short))
 
 
 def same_name(name: str, names: Sequence[str]) -> str | None:

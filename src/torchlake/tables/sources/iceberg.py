@@ -123,6 +123,7 @@ def follow(source: str | Path) -> Followed | None:
         return None
     table = load_table(parsed)
     newest = table.metadata.current_snapshot()
+    columns = table.schema().schema_id  # as a whole run reads it: columns may change without a new snapshot
     if table.metadata.format_version < 2:
         raise TableError(
             f"{parsed.shown}: snapshots of format version 1 have no sequence numbers. Upgrade the table to version 2."
@@ -141,7 +142,7 @@ def follow(source: str | Path) -> Followed | None:
         name=parsed.shown,
         id=str(table.metadata.table_uuid),
         position=-1 if newest is None else int(newest.sequence_number),
-        at=lambda position: parsed.name if position < 0 else f"{parsed.name}@{snapshot(position)}",
+        at=lambda position: parsed.name if position < 0 else f"{parsed.name}@{snapshot(position)}:{columns}",
         added=lambda since, position: f"{parsed.name}@{snapshot(since)}..{snapshot(position)}",
         has_changed=has_changed,
         changed_rows=lambda since, position, key: None,  # Iceberg has no feed of changed rows
