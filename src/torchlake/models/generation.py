@@ -180,7 +180,8 @@ def check_values(options: GenerationOptions) -> None:
         "seed": not 0 <= options.seed < 2**63 and "is a whole number from 0 to 2^63 - 1",
         "n": not 1 <= options.n <= MOST_ANSWERS and f"is from 1 to {MOST_ANSWERS}",
         "min_p": options.min_p is not None and not 0 <= options.min_p <= 1 and "is a share from 0 to 1",
-        "min_new_tokens": options.min_new_tokens < 0 and "is 0 or more",
+        "min_new_tokens": not 0 <= options.min_new_tokens <= options.max_new_tokens
+        and f"is from 0 to max_new_tokens, {options.max_new_tokens}",
         "repetition_penalty": not 0 < options.repetition_penalty <= 100 and "is a number above 0, up to 100",
         "presence_penalty": not -100 <= options.presence_penalty <= 100 and "is a number from -100 to 100",
         "frequency_penalty": not -100 <= options.frequency_penalty <= 100 and "is a number from -100 to 100",

@@ -46,6 +46,8 @@ class RuntimeChoice:
     "Threads of each process; None: the engine decides."
     rows_per_s: float | None = None
     "The rows per second of all processes that `optimize` has measured; None: not measured."
+    tokens_per_s: float | None = None
+    "The tokens per second that it wrote, if the task writes."
     why: Literal["requested", "runtime.json", "default"]
 
 
@@ -142,7 +144,8 @@ def chosen(
             runtime=value["runtime"],
             batch_tokens=value["batch_tokens"],
             threads=value["threads"],
-            rows_per_s=_rows_per_s(value.get("measured")),
+            rows_per_s=_measured(value, "rows_per_s"),
+            tokens_per_s=_measured(value, "tokens_per_s"),
             why="runtime.json",
         )
     instead = default_runtime(folder, task, device)
@@ -207,11 +210,12 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _rows_per_s(measured: Any) -> float | None:
-    """Return the speed of the chosen candidate, if the file has it."""
+def _measured(value: Mapping[str, Any], name: str) -> float | None:
+    """Return a speed of the chosen candidate, if the file has it."""
+    measured = value.get("measured")
     candidates = measured if isinstance(measured, list) else []
     chosen = next((one for one in candidates if isinstance(one, dict) and one.get("verdict") == "chosen"), {})
-    rate = chosen.get("rows_per_s")
+    rate = chosen.get(name)
     return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import INPUT_IDS, Features
+from torchlake.errors import UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
 from torchlake.models.generation import END, STUCK, decoded, settings_of, stop_place, without_reasoning
@@ -83,7 +84,13 @@ class WritingTask(BaseTask):
         """
         reasoning = [] if options.marks is None else [REASONING]
         logprobs = {None: [], "mean": [MEAN], "tokens": [MEAN, EACH]}[options.logprobs]
-        return pa.schema([TEXT, *reasoning, *COUNTS, *logprobs, *_own_fields(options.structure)])
+        written, own = [TEXT, *reasoning, *COUNTS, *logprobs], _own_fields(options.structure)
+        taken = {field.name for field in written} & {field.name.lower() for field in own}
+        if taken:
+            raise UsageError(
+                f"json_columns: a property of the schema is {min(taken)!r}, a column of every written text. Rename it."
+            )
+        return pa.schema([*written, *own])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()

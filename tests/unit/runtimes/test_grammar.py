@@ -203,6 +203,9 @@ def test_grammars_are_files(tiny_llama: Path, tmp_path: Path) -> None:
 def test_a_schema_without_columns_is_refused_before_the_model_is_loaded(tiny_llama: Path) -> None:
     with pytest.raises(UsageError, match="json_columns: /properties/a: it has no type"):
         tl.load(tiny_llama, json_schema={"type": "object", "properties": {"a": {}}}, json_columns=True)
+    taken = {"type": "object", "properties": {"Finish_Reason": {"type": "string"}}}
+    with pytest.raises(UsageError, match="a property of the schema is 'finish_reason'"):
+        tl.load(tiny_llama, json_schema=taken, json_columns=True)
 
 
 def test_cut_texts_are_errors_that_keep_the_text(tiny_gpt2: Path) -> None:

@@ -214,6 +214,7 @@ def test_what_is_of_a_row_is_no_list(tiny_gpt2: Path, tmp_path: Path) -> None:
         ({"logprobs": "all"}, "one of mean, tokens"),
         ({"stop_token_ids": [100_000]}, "has the tokens 0 to"),
         ({"min_new_tokens": -1}, "min_new_tokens: must be at least 0"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is from 0 to max_new_tokens, 8; 9 was given"),
         ({"n": 1000, "temperature": 1.0}, "n is from 1 to 256"),
         ({"repetition_penalty": 0.0}, "above 0"),
     ],

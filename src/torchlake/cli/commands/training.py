@@ -218,8 +218,17 @@ class PlanFlags(JobFlags, PlannedFlags):
     EndpointArguments,
     epilog=SETTINGS,
 )
-def plan(given: Given, job: OptionalJob = None) -> Outcome:
-    """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
+def plan(
+    given: Given,
+    job: OptionalJob = None,
+    table: Annotated[str | None, argument("TABLE", "Table to write for, after a model folder that writes.")] = None,
+) -> Outcome:
+    """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy.
+
+    Of a model folder and a table: the tokens of prompts and texts, and the hours by the speed that optimize measured.
+    """
+    if job is not None and table is not None:
+        return _plan_writing(job, table, given)
     if given["runtime"] == "http" or given["endpoint"]:
         return _plan_endpoint(job, given)
     if unused := sorted(given.options.keys() - declared(PlannedFlags, ROWS, "text").keys()):
@@ -250,6 +259,17 @@ def _plan_endpoint(table: str | None, given: Given) -> Outcome:
     done = plan_endpoint(table, **options)
     lines = [*fact_lines(facts_of(done)), "", *(f"estimated with {line}" for line in done.assumptions)]
     return Outcome(values=plain(done), lines=lines)
+
+
+def _plan_writing(model: str, table: str, given: Given) -> Outcome:
+    """Estimate the tokens and the time of a model that writes for a table."""
+    from torchlake.planning.spending import facts_of_texts, plan_writing
+
+    unused = given.some("set processes", PlanFlags).keys() - {"sample_rows", *declared(ROWS, "text")}
+    if unused:
+        raise UsageError(f"{given.flags[min(unused)]}: not for the plan of texts; leave it out.")
+    done = plan_writing(model, table, **given.options)
+    return Outcome(values=plain(done), lines=fact_lines(facts_of_texts(done, model, table)))
 
 
 def _overrides(given: Given) -> list[str]:
