@@ -14,6 +14,7 @@ from torchlake.evaluation.sections.hints import hints_of
 from torchlake.evaluation.sections.rows import FILE, RowColumns, judged_parts, kind_of, write_rows
 from torchlake.models.load import TaskSpec
 
+NUMBERS = replace(tiny.SPEC, labels=(), problem="regression")
 ABOUT = {"model": "model", "task": "text_classification", "table": "table.parquet"}
 
 
@@ -36,6 +37,15 @@ def scored_classes(chances: np.ndarray, truth: np.ndarray, labels: Sequence[str]
         "text": [f"row {row}" for row in range(len(truth))],
     }
     return pa.table({**columns, **more})
+
+
+def scored_numbers(truth: np.ndarray, said: np.ndarray, **more: Any) -> pa.Table:
+    """What `predict` would have written for these numbers (N,)."""
+    about = scored_classes(np.ones((len(truth), 1)), np.zeros(len(truth), dtype=int), ["a"])
+    kept = about.select(["id", "truncated", "error", "text"])
+    return pa.table({**dict(zip(kept.column_names, kept.columns, strict=True)), "label": truth} | more).append_column(
+        "p_prediction", pa.array(said.astype(np.float32))
+    )
 
 
 def evaluated(

@@ -24,6 +24,7 @@ from torchlake.evaluation.sections.rows import among_all, stored_name
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.outputs.staging.spool import spooled
+from torchlake.tables.arrays import is_text, string_column
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._options import read_options
@@ -34,6 +35,8 @@ from torchlake.tasks import _contrastive
 PREFIX = "predicted_"
 VECTOR = f"{PREFIX}embedding"
 RESAMPLES = 200
+BASELINE_PAIRS = 20_000
+"Pairs whose second texts are searched by words in common: among more it takes minutes."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."
@@ -141,10 +144,16 @@ def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredP
 def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str | None) -> pa.Table:
     """Return the rows of rows.parquet: `score` is the cosine. Without a label `rank` is that of the second text among
     all, `prediction` the nearest one, its key if the texts are left out (`second` None); with a label, `prediction` is
-    the straight line through the cosines.
+    the straight line through the cosines. `random` is the cosine of the first text with the second one of another row.
     """
     cosines = _contrastive.cosines(found.vectors).astype(np.float64)
     usable, rank = pa.array(found.usable), pa.nulls(found.rows, pa.int64())
+    order, random = np.random.default_rng(0).permutation(len(cosines)), pa.nulls(len(cosines), pa.float64())
+    if len(order) > 1:
+        others = np.empty_like(order)
+        others[order] = np.roll(order, 1)
+        pairs = np.stack([found.vectors[:, 0], found.vectors[others, 1]], axis=1)
+        random = pa.array(_contrastive.cosines(pairs).astype(np.float64))
     if found.targets is not None:
         from scipy.stats import linregress
 
@@ -158,7 +167,7 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
         said, loss, rank = texts.take(pa.array(nearest)), ranks.astype(np.float64), among_all(ranks, usable)
         right = among_all(ranks == 1, usable)
     fixed = {
-        key: found.scored[key],
+        stored_name(key): found.scored[key],
         "label": found.scored[label].cast(pa.float64()) if label else pa.nulls(found.rows, pa.float64()),
         "prediction": among_all(said, usable),
         "score": among_all(cosines, usable),
@@ -169,9 +178,40 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
         "truncated": found.scored["truncated"],
         "error": found.scored["error"],
         "rank": rank,
+        "random": among_all(random, usable),
     }
     names = [name for name in found.scored.column_names if name not in (key, label, "truncated", "error")]
     return pa.table({**fixed, **{stored_name(name): found.scored[name] for name in names}})
+
+
+def words_in_common(found: MeasuredPairs, text: Sequence[str], second: Sequence[str]) -> dict[str, Any]:
+    """Return the section `baseline`: the metrics of cosines of scikit-learn's TF-IDF, which counts common words.
+
+    Empty if the columns of texts were not kept or hold something else, or for more pairs than `BASELINE_PAIRS`.
+    """
+    columns, usable = [*text, *second], pa.array(found.usable)
+    kinds = [found.scored[name].type for name in columns if name in found.scored.column_names]
+    if (
+        len(kinds) < len(columns)
+        or not all(map(is_text, kinds))
+        or (len(found.vectors) > BASELINE_PAIRS and found.targets is None)
+    ):
+        return {}
+    from scipy.sparse import vstack
+    from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
+
+    read = HashingVectorizer(alternate_sign=False, norm=None, dtype=np.float32)
+    sides = []
+    for names in (text, second):
+        some = [string_column(found.scored[name].filter(usable)).to_pylist() for name in names]
+        sides.append(read.transform(" ".join(one or "" for one in texts) for texts in zip(*some, strict=True)))
+    weigh = TfidfTransformer().fit(vstack(sides))
+    first, other = (weigh.transform(side) for side in sides)
+    if found.targets is None:
+        metrics = {name: float(share.mean()) for name, share in _contrastive.found_among(first, other).items()}
+    else:
+        metrics = _contrastive.similarity_metrics(np.asarray(first.multiply(other).sum(axis=1)).ravel(), found.targets)
+    return {"baseline": {"answer": "the words in common (cosine of TF-IDF)", "metrics": metrics}}
 
 
 def metrics_of(vectors: np.ndarray, targets: np.ndarray | None) -> dict[str, Metric]:

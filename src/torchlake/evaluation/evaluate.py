@@ -17,7 +17,7 @@ from torchlake.config.options import AnswerArguments, EvaluateOptions, ReadArgum
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import UsageError
-from torchlake.evaluation.embeddings import measure_pairs, pair_rows
+from torchlake.evaluation.embeddings import measure_pairs, pair_rows, words_in_common
 from torchlake.evaluation.labeled import Measuring, measure_labeled
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
@@ -158,5 +158,7 @@ def _of_vectors(
         write_rows(request.folder / ROWS, [rows])
         done = found.evaluation
         made = {**job.made(spec), "columns": texts, **({} if label is None else {"label": label})}
-        publish(request.folder, done.to_json(), kind="vectors", identity=identity, made=made, slices=names)
+        about: dict[str, Any] = {"identity": identity, "made": made, "slices": names}
+        about["sections"] = words_in_common(found, as_columns(spec.text), second)
+        publish(request.folder, done.to_json(), kind="vectors", **about)
     return replace(done, report=request.folder)

@@ -27,7 +27,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS, ReportRequest, as_command, evaluating, provenance_of, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import KINDS, hints_of
+from torchlake.evaluation.sections.hints import KINDS, hints_of, trained_on, training_hashes
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import (
     RowColumns,
@@ -53,12 +53,14 @@ from torchlake.metrics import (
 )
 from torchlake.models.folders import model_hash
 from torchlake.outputs.staging.spool import spooled
+from torchlake.preparation.row_checks import input_hashes
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.options.table import COLUMN
 from torchlake.scoring.rows import Runtime
 from torchlake.storage.spread import Spread
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
+from torchlake.tables.hashes import combined
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
@@ -201,7 +203,8 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
         refuse_slices(source.schema, request.slices)
         shown = [name for name in inputs if not (request.no_texts or is_content(source.schema.field(name).type))]
         columns = RowColumns(key=request.key, label=spec.label, prefix=PREFIX, slices=request.slices, inputs=shown)
-        known = labels_of(source, spec, job.spread)
+        trained = [] if writes or "image" in plugins.load("tasks", spec.task).inputs else training_hashes(job.folder)
+        known = labels_of(source, spec, job.spread, hashed=bool(trained))
         kept = list(dict.fromkeys([spec.label, *columns.copied.values()]))
         more = {} if writes else {"token_counts": True}
         job.score(spec, output, stored, columns=kept, key=request.key, overwrite=request.overwrite, **more)
@@ -210,6 +213,10 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     if request.label_hints:
         by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
+    if trained:
+        columns = replace(
+            columns, hints={**columns.hints, "trained_on": pa.array(trained_on(trained, np.asarray(known["hash"])))}
+        )
     atomic_io.remove([folder / FACTS])
     write_rows(folder / ROWS, judged_parts(scored_parts(files), columns, spec))
     made = {**job.made(spec), **provenance_of(output), "columns": list(inputs)}
@@ -226,12 +233,13 @@ def prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tup
     return tuple(named or [name for name in (COLUMN, *NAMES) if name in schema.names][:1])
 
 
-def labels_of(source: Table, spec: TaskSpec, spread: Spread) -> pa.Table:
-    """Return the `label` of all rows, in the table's order, and why it is `unreadable`. Raises DataError for unknown
-    labels."""
-    plan = plan_chunks(source, columns=(spec.label or "",), hashed=False, spread=spread)
+def labels_of(source: Table, spec: TaskSpec, spread: Spread, *, hashed: bool = False) -> pa.Table:
+    """Return the `label` of all rows, in the table's order, why it is `unreadable`, and if asked for the `hash` of the
+    inputs. Raises DataError for unknown labels."""
+    columns = spec.columns if hashed else (spec.label or "",)
+    plan = plan_chunks(source, columns=columns, hashed=False, spread=spread)
     bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
-    read = plugins.carried(spec.task, partial(_labels, spec))
+    read = plugins.carried(spec.task, partial(_labels, spec, columns))
     parts = spread(read, bundles, size=plan.rows * READ_BYTES, name="read the labels")
     with closing(parts):
         found = list(parts)
@@ -240,9 +248,9 @@ def labels_of(source: Table, spec: TaskSpec, spread: Spread) -> pa.Table:
     return pa.concat_tables(found)
 
 
-def _labels(spec: TaskSpec, chunks: Sequence[Chunk]) -> pa.Table:
+def _labels(spec: TaskSpec, columns: Sequence[str], chunks: Sequence[Chunk]) -> pa.Table:
     assert spec.label is not None, "a task without labels is measured on its texts"
-    reader, pieces = ChunkReader((spec.label,)), []
+    reader, pieces, task = ChunkReader(tuple(columns)), [], plugins.load("tasks", spec.task)
     try:
         for chunk in chunks:
             rows, unreadable = reader.read(chunk)
@@ -252,7 +260,10 @@ def _labels(spec: TaskSpec, chunks: Sequence[Chunk]) -> pa.Table:
             except DataError as error:
                 raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
             reasons = [unreadable.get(row) for row in range(len(labels))] if unreadable else [None] * len(labels)
-            pieces.append(pa.table({"label": labels, "unreadable": pa.array(reasons, pa.string())}))
+            found = {"label": labels, "unreadable": pa.array(reasons, pa.string())}
+            if len(columns) > 1:
+                found["hash"] = pa.array(combined(np.column_stack([*input_hashes(task, spec, rows)])))
+            pieces.append(pa.table(found))
     finally:
         reader.close()
     return pa.concat_tables(pieces)
@@ -270,7 +281,7 @@ def measured(parts: Iterable[pa.Table], known: pa.Table, spec: TaskSpec) -> Eval
         first += len(part)
         if len(about) < len(part):
             continue
-        labels, unreadable = (about[name].combine_chunks() for name in about.column_names)
+        labels, unreadable = (about[name].combine_chunks() for name in ("label", "unreadable"))
         reasons, usable = errors_and_usable(part, labels, spec, PREFIX)
         usable = pc.and_(usable, unreadable.is_null())
         errors += count_reasons(pc.coalesce(reasons, unreadable).drop_null())

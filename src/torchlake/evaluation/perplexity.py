@@ -29,6 +29,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
 from torchlake.data.bins import Bins, one_per_block, sequences_of
+from torchlake.data.loading import HASHES
 from torchlake.data.packing import Blocks, input_ids_of, pack
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
@@ -36,6 +37,7 @@ from torchlake.errors import UsageError
 from torchlake.evaluation.labeled import Measuring, prompt_columns
 from torchlake.evaluation.report import FACTS, ReportRequest, evaluating, publish
 from torchlake.evaluation.result import Evaluation
+from torchlake.evaluation.sections.hints import inputs_of, trained_on, training_hashes
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import FIXED, among_all, is_content, stored_name, write_rows
 from torchlake.evaluation.sections.slices import refuse_slices
@@ -161,12 +163,15 @@ def _rows(
     job: Measuring, source: Table | None, request: ReportRequest, prepared: Sequence[Path], losses: np.ndarray
 ) -> Iterator[pa.Table]:
     """Yield the rows of rows.parquet: `loss` is the mean over the `tokens` of the row that are predicted."""
-    about = pa.concat_tables(pq.read_table(file, columns=["row_id", "cut", "error"]) for file in prepared)
+    about = pa.concat_tables(pq.read_table(file, columns=["row_id", "cut", "error", HASHES]) for file in prepared)
     usable, (sums, counts) = about["error"].combine_chunks().is_null(), losses
     made = {name: pa.nulls(len(about), pa.bool_() if name == "right" else pa.float64()) for name in FIXED}
     made["loss"] = among_all(pa.array(sums / np.maximum(counts, 1), mask=counts == 0), usable)
     made["tokens"] = among_all(counts.astype(np.int32), usable)
     made |= {"truncated": pc.greater(about["cut"], 0), "error": about["error"]}
+    if trained := training_hashes(job.folder):
+        known = trained_on(trained, inputs_of(about[HASHES].combine_chunks()))
+        made["trained_on"] = pc.and_(pa.array(known), usable)
     fixed = pa.table({"row_id": about["row_id"], **made})
     if source is None:
         yield fixed
@@ -180,9 +185,9 @@ def _rows(
             rows, part = reader.read(chunk)[0], fixed.slice(first, chunk.rows)
             first += chunk.rows
             if request.key is not None:
-                part = part.set_column(0, request.key, rows[request.key])
+                part = part.set_column(0, stored_name(request.key), rows[request.key])
             for name in columns:
-                if name not in part.column_names[:1]:
+                if name != (request.key or "row_id"):
                     part = part.append_column(stored_name(name), rows[name])
             yield part
 

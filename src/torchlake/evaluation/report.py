@@ -174,7 +174,7 @@ def publish(
     rows = folder / FILE
     found, truncated = dict[str, Any](), None
     if rows.is_file():
-        judged = read_judged(rows, kind, evaluation["labels"], slices, hints=hints is not None)
+        judged = read_judged(rows, kind, evaluation["labels"], slices)
         found, truncated = sections_of(judged, slices, hints), judged.truncated
     facts: dict[str, Any] = plain(
         redacted(

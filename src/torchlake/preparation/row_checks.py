@@ -80,7 +80,7 @@ def row_checks(
         for name, kind in task.inputs.items()
         if name in inputs and kind in (TEXT, PROMPT) and is_text(inputs[name].type)
     ]
-    columns = [*_hashes(task, spec, table, features)]
+    columns = [*input_hashes(task, spec, table, features)]
     columns.append(np.zeros(len(table), np.uint64) if targets is None else column_hashes(targets))
     markup = np.zeros(len(table), bool)
     for text in texts:
@@ -88,7 +88,8 @@ def row_checks(
     return {HASHES: np.column_stack(columns), "markup": markup, "leak": _has_label(texts, targets, len(table), spec)}
 
 
-def _hashes(task: Any, spec: TaskSpec, table: pa.Table, features: Features | None) -> Iterator[Words]:
+def input_hashes(task: Any, spec: TaskSpec, table: pa.Table, features: Features | None = None) -> Iterator[Words]:
+    """Yield the hashes of each input column."""
     for name, columns in columns_of(task.inputs, spec).items():
         stored = None if features is None else features.arrays.get(name)
         if isinstance(stored, Ragged) and stored.values.dtype == np.uint8:

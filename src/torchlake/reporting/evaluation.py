@@ -55,7 +55,7 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
         *_of_classes(facts, rows),
         *_of_numbers(found),
         ("full", "Retrieval by rank", "grid", found.get("retrieval", [])),
-        ("full", "Cosines of pairs", "rows", found.get("cosines", {})),
+        ("full", "Cosines of pairs", "parts", _cosines(found.get("cosines"))),
         ("full", "Loss by position in the text", "grid", _positions(found.get("positions", []))),
         ("full", "Calibration", "parts", _calibration(found.get("calibration"))),
         ("full", "Threshold", "parts", _threshold(found.get("threshold", []))),
@@ -64,6 +64,7 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
         *([("full", "Find rows", "filter", "Show only rows with these words:")] if lists else []),
         *lists,
         ("full", "Labels to look at", "parts", _hints(facts, rows)),
+        ("full", "Rows that the model was trained on", "parts", _trained(facts, rows)),
         ("full", "Lengths and scores", "parts", _histograms(found.get("histograms", {}))),
         ("full", "How it was made", "rows", given({**made, "columns": made.get("columns", [])})),
     ]
@@ -86,7 +87,8 @@ def _places(found: Mapping[str, Any]) -> list[int]:
     """Return the numbers of all rows that the page lists."""
     pairs = [pair for name in ("confusion", "confused", "entities") for pair in found.get(name, {}).get("pairs", [])]
     lists = [found.get(name, []) for name, _ in LISTED] + [pair["list"] for pair in pairs]
-    return [place for places in [*lists, found.get("hints", {}).get("list", [])] for place in places]
+    lists += [found.get(name, {}).get("list", []) for name in ("hints", "trained")]
+    return [place for places in lists for place in places]
 
 
 def _number(value: float | None) -> str:
@@ -105,7 +107,7 @@ def _metrics(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if base["metrics"]:
             entry["without a model"] = _number(base["metrics"].get(name))
         table.append(entry)
-    lines = [f"Without a model: always {base['answer']}."] if base["metrics"] else []
+    lines = [f"Without a model: {base['answer']}."] if base["metrics"] else []
     reasons = [{"rows left out because of": reason, "rows": rows} for reason, rows in facts["errors"].items()]
     return [("grid", table), ("lines", lines), ("grid", reasons)]
 
@@ -274,9 +276,35 @@ def _hints(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
     if not found:
         return []
     lines = [f"{found['rows']:,} labels to look at, by {found['by']}; the least likely first."]
-    if "cleanlab" not in found["by"]:
+    if found["by"].startswith("the probability"):
         lines.append("With cleanlab (torchlake[hints]) they are chosen by confident learning.")
     return [("lines", lines), ("cards", cards_of(facts["kind"], rows, found["list"]))]
+
+
+def _trained(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
+    found = facts["sections"].get("trained")
+    if not found:
+        return []
+    line = f"{found['rows']:,} of {found['of']:,} rows have the inputs of a row of the training table, to the letter. "
+    line += "What the model says of them does not show what it says of new ones." if found["rows"] else ""
+    return [("lines", [line]), ("cards", cards_of(facts["kind"], rows, found["list"]))]
+
+
+def _cosines(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    if not found:
+        return []
+    middle = ", ".join(f"{value:.3f} {name}" for name, value in list(found["quantiles"][2].items())[1:])
+    draw = figures.steps(found["edges"], found["counts"], "cosine")
+    drawn = figures.picture("Cosines of equal and of random pairs", f"the median is {middle}", draw)
+    bins = zip(found["edges"], found["edges"][1:], *found["counts"].values(), strict=False)
+    numbers = [{"cosine": f"{a:.4g} to {b:.4g}", **dict(zip(found["counts"], n, strict=True))} for a, b, *n in bins]
+    lines = ["Random: the first text with the second one of another row. Pairs that belong together should be apart."]
+    return [
+        ("figures", [drawn]),
+        ("lines", lines),
+        ("grid", found["quantiles"]),
+        _folded("The numbers", "grid", numbers),
+    ]
 
 
 def _histograms(found: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -174,6 +174,19 @@ def histogram(bins: Points, x: str) -> Draw:
     return draw
 
 
+def steps(edges: Sequence[float], counts: Mapping[str, Sequence[int]], x: str) -> Draw:
+    """Return histograms over one another: the first one filled, each with its share of the rows."""
+
+    def draw(axes: Any) -> None:
+        for at, (name, some) in enumerate(counts.items()):
+            look = {"fill": at == 0, "linestyle": DASHES[at], "alpha": 0.5 if at == 0 else 1.0}
+            axes.stairs([one / sum(some) for one in some], edges, color=COLORS[f"c{at}"], label=name, **look)
+        axes.set(xlabel=x, ylabel="share of the rows")
+        axes.legend(labelcolor=COLORS["ink"])
+
+    return draw
+
+
 def predicted_against_true(points: Points) -> Draw:
     """Return scikit-learn's prediction error display."""
 

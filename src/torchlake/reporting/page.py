@@ -145,7 +145,7 @@ def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
             wrong = name == "prediction" and row.get("right") is False
             shown.append((name, _value(value), "bad" if wrong else ""))
     after = columns[columns.index("error") + 1 :] if "error" in columns else []
-    hidden = ("label_quality", "label_issue", "suggested")
+    hidden = ("label_quality", "label_issue", "suggested", "trained_on", "random")
     written = [("expected", row["label"]), ("written", row["prediction"])] if kind == "texts" else []
     texts = [(name, [(shortened(text), False)]) for name, text in written]
     texts += [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]

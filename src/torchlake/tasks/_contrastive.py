@@ -8,7 +8,7 @@ The formulas are those of sentence-transformers' MultipleNegativesRankingLoss an
 texts each: the first text, the second, and of triplets the third; vectors have D numbers.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,26 +54,33 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
 
 
 def found_shares(vectors: np.ndarray) -> dict[str, np.ndarray]:
+    """Return `found_among` for vectors (N, V, D); third texts are among the others."""
+    unit = _unit(vectors)
+    return found_among(unit[:, 0], unit[:, 1:].transpose(1, 0, 2).reshape(-1, unit.shape[-1]))
+
+
+def found_among(first: Any, candidates: Any) -> dict[str, np.ndarray]:
     """Return for each row, (N,), whether its second text is found by its first one, among all others of the table.
 
     `recall_at_k`: whether it is among the k nearest; `mrr_at_10`: the reciprocal of its rank, 0 beyond 10. Texts that
-    are equally near, such as copies, have a random order: the value is the mean over all orders. Third texts are among
-    the others. Cost: N x (V - 1) N products of D numbers, 1,024 rows at a time.
+    are equally near, such as copies, have a random order: the value is the mean over all orders. Both are vectors of
+    length 1, dense or of scipy; the candidates (M, D) begin with the second texts. Cost: N x M products of D numbers,
+    1,024 rows at a time.
     """
-    unit = _unit(vectors)
-    candidates = unit[:, 1:].transpose(1, 0, 2).reshape(-1, unit.shape[-1])
-    nearer, equal = np.zeros(len(unit), dtype=np.int64), np.zeros(len(unit), dtype=np.int64)
-    for first in range(0, len(unit), ROWS_AT_ONCE):
-        rows = np.arange(first, min(first + ROWS_AT_ONCE, len(unit)))
-        similar = unit[rows, 0] @ candidates.T
+    count = first.shape[0]
+    nearer, equal = np.zeros((2, count), dtype=np.int64)
+    for start in range(0, count, ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + ROWS_AT_ONCE, count))
+        found = first[rows] @ candidates.T
+        similar = found if isinstance(found, np.ndarray) else found.toarray()
         own = similar[np.arange(len(rows)), rows][:, None]
         nearer[rows] = (similar > own + CLOSE).sum(axis=1)
         equal[rows] = (np.abs(similar - own) <= CLOSE).sum(axis=1)
-    found = {f"recall_at_{k}": np.clip((k - nearer) / equal, 0, 1) for k in CUTOFFS}
+    shares = {f"recall_at_{k}": np.clip((k - nearer) / equal, 0, 1) for k in CUTOFFS}
     last = CUTOFFS[-1]
     harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, last + 1))])
     sums = harmonic[np.minimum(nearer + equal, last)] - harmonic[np.minimum(nearer, last)]
-    return {**found, f"mrr_at_{last}": sums / equal}
+    return {**shares, f"mrr_at_{last}": sums / equal}
 
 
 def ranks(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

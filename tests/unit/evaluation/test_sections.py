@@ -21,12 +21,12 @@ from sklearn.metrics import (
 )
 
 import judged_rows as made
-import tiny
 from torchlake.errors import UsageError
 from torchlake.evaluation.labeled import measured
 from torchlake.evaluation.sections.classes import confusion, per_class
 from torchlake.evaluation.sections.hints import refuse_trained
 from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.evaluation.sections.rows import BATCH_BYTES, scored_parts, write_rows
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import evaluate_metrics
@@ -162,20 +162,9 @@ def test_numbers(tmp_path: Path) -> None:
     said[17] += 40
     kind = np.where(np.arange(200) % 4 == 0, "steel", "wood")
     said[kind == "steel"] += 5
-    scored = pa.table(
-        {
-            "id": np.arange(200),
-            "label": truth,
-            "p_prediction": said.astype(np.float32),
-            "truncated": np.zeros(200, dtype=bool),
-            "error": pa.nulls(200, pa.string()),
-            "text": ["x"] * 200,
-            "kind": kind,
-        }
-    )
-    spec = replace(tiny.SPEC, labels=(), problem="regression")
-    found = made.evaluated(tmp_path, scored, spec, slices=["kind"])["sections"]
-    assert found["worst"][0] == 17
+    scored = made.scored_numbers(truth, said, kind=kind)
+    found = made.evaluated(tmp_path, scored, made.NUMBERS, slices=["kind"])["sections"]
+    assert found["worst"][0] == found["hints"]["list"][0] == 17
     assert found["slices"]["slices"][0]["value"] == "steel"
     away = np.abs(said.astype(np.float32).astype(float) - truth.astype(np.float32).astype(float))
     assert dict(map(tuple, found["residuals"]["widths"]))[0.9] == pytest.approx(np.quantile(away, 0.9))
@@ -269,3 +258,18 @@ def test_rows_hold_all_that_the_page_shows_and_texts_can_be_left_out(tmp_path: P
     assert rows["loss"].to_numpy()[1:] == pytest.approx(-np.log(given[1:]))
     assert "row 3" not in (tmp_path / "eval.html").read_text()
     assert json.loads((tmp_path / "eval.json").read_text()) == facts
+
+
+def test_long_texts_are_held_some_at_a_time(tmp_path: Path) -> None:
+    """Also equal ones, which a file holds once: 2,000 texts of 100 kB are 200 MB."""
+    table = pa.table({"id": range(2000), "text": pa.array(["x" * 100_000]).take(pa.array([0] * 2000))})
+    pq.write_table(table, tmp_path / "scored.parquet")
+    assert (tmp_path / "scored.parquet").stat().st_size < 2**21
+    parts = [*scored_parts([tmp_path / "scored.parquet"])]
+    assert pa.concat_tables(parts).equals(table)
+    assert max(part.nbytes for part in parts) < 2 * BATCH_BYTES
+    write_rows(tmp_path / "rows.parquet", [table])
+    about = pq.ParquetFile(tmp_path / "rows.parquet").metadata
+    assert max(about.row_group(at).num_rows for at in range(about.num_row_groups)) * 100_000 <= BATCH_BYTES
+    pq.write_table(pa.table({"id": range(40_000)}), tmp_path / "short.parquet")
+    assert [len(part) for part in scored_parts([tmp_path / "short.parquet"])] == [16_384, 16_384, 7_232]

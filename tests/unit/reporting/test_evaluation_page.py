@@ -128,7 +128,9 @@ def spans_table() -> tuple[pa.Table, Any]:
 
 def test_spans_are_counted_with_missed_and_spurious_and_marked(tmp_path: Path) -> None:
     scored, spec = spans_table()
-    found = made.evaluated(tmp_path, scored, spec)["sections"]["entities"]
+    sections = made.evaluated(tmp_path, scored, spec)["sections"]
+    found = sections["entities"]
+    assert sections["baseline"]["answer"] == "no span at all, which is right in 25.0% of the rows"
     types = {one["label"]: one for one in found["types"]}
     assert (types["PER"]["rows"], types["PER"]["predicted"], types["PER"]["recall"][0]) == (2, 2, 0.5)
     assert (types["LOC"]["rows"], types["LOC"]["predicted"], types["LOC"]["partial"]) == (2, 2, 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.metrics import ECE_BINS, class_scores, confidence_bins, label_scores
@@ -24,6 +25,8 @@ KEPT = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 WANTED = (0.8, 0.9, 0.95, 0.99)
 SAMPLE = 250
 "Points of a picture with one for each row."
+FAR, OUTLIERS = 3.5, 50
+"Standard deviations from which a residual is far (Iglewicz and Hoaglin 1993), and rows that are listed."
 
 
 def per_class(rows: JudgedRows) -> list[dict[str, Any]]:
@@ -103,26 +106,30 @@ def _listed_pairs(
 
 
 def baseline(rows: JudgedRows) -> dict[str, Any]:
-    """Return what always answering the most frequent class, the labels of most rows, or the mean would give."""
+    """Return what always answering the most frequent class, the labels of most rows, the mean or no span gives."""
     from scipy.stats import entropy
 
     if rows.kind == "number":
         truth = rows.numbers("label")
         away = truth - truth.mean()
         scores = {"rmse": float(np.sqrt((away**2).mean())), "mae": float(np.abs(away).mean()), "r2": 0.0}
-        return {"answer": f"the mean, {truth.mean():.4g}", "metrics": scores}
+        return {"answer": f"always the mean, {truth.mean():.4g}", "metrics": scores}
     total = len(rows.table)
     if rows.kind == "labels":
         true = np.asarray(rows.members("label").sum(axis=0))
         most = true >= total / 2
         names = ", ".join(str(label) for label, yes in zip(rows.labels, most, strict=True) if yes)
-        answer = f"the labels of at least half of the rows: {names or 'no label'}"
+        answer = f"always the labels of at least half of the rows: {names or 'no label'}"
         return {"answer": answer, "metrics": label_scores(true, total * most, true * most)}
+    if rows.kind == "spans":
+        empty = pc.mean(pc.equal(pc.list_value_length(rows.table["label"]), 0)).as_py()
+        scores = dict.fromkeys(("precision", "recall", "f1"), 0.0)
+        return {"answer": f"no span at all, which is right in {empty:.1%} of the rows", "metrics": scores}
     counts = np.bincount(rows.codes("label"), minlength=len(rows.labels))
     said = np.zeros_like(counts)
     said[often := int(counts.argmax())] = total
     scores = {**class_scores(counts, said, np.minimum(counts, said)), "log_loss": float(entropy(counts))}
-    return {"answer": f"the most frequent class, {str(rows.labels[often])!r}", "metrics": scores}
+    return {"answer": f"always the most frequent class, {str(rows.labels[often])!r}", "metrics": scores}
 
 
 # Several labels.
@@ -265,3 +272,16 @@ def residuals(rows: JudgedRows) -> dict[str, Any]:
     widths = [[share, float(np.quantile(away, share))] for share in (0.5, 0.8, 0.9, 0.95)]
     points = np.stack([truth, said], axis=1)[sample]
     return {"bands": bands, "widths": widths, "points": points.tolist()}
+
+
+def outliers(rows: JudgedRows) -> dict[str, Any]:
+    """Return the rows whose number is far from the prediction, the furthest first: labels to look at."""
+    from scipy.stats import median_abs_deviation
+
+    found = rows.numbers("label") - rows.numbers("prediction")
+    away, spread = np.abs(found - np.median(found)), float(median_abs_deviation(found, scale="normal"))
+    far = np.flatnonzero(away > FAR * spread) if spread else np.zeros(0, dtype=np.int64)
+    by = f"residuals more than {FAR} standard deviations from their median (of normal ones 1 row in 2,000 is; the "
+    by += f"deviation, {spread:.4g}, is estimated by their median distance)"
+    some = far[np.argsort(-away[far], kind="stable")[:OUTLIERS]]
+    return {"by": by, "rows": len(far), "list": listed(rows, some)} if spread else {}

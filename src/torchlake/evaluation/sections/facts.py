@@ -8,7 +8,7 @@ from typing import Any
 
 from torchlake.evaluation.sections import classes, spans
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.evaluation.sections.slices import by_slice, hinted, histogram, pick
+from torchlake.evaluation.sections.slices import by_slice, hinted, histogram, pick, trained
 
 
 def sections_of(rows: JudgedRows, slices: Sequence[str], hints: str | None = None) -> dict[str, Any]:
@@ -29,12 +29,14 @@ def sections_of(rows: JudgedRows, slices: Sequence[str], hints: str | None = Non
 
 Section = Callable[[JudgedRows], Any]
 SECTIONS: Mapping[str, tuple[str, Section]] = {
-    "baseline": ("classes labels number", classes.baseline),
+    "baseline": ("classes labels number spans", classes.baseline),
+    "trained": ("classes labels number spans answers language", trained),
     "classes": ("classes", classes.per_class),
     "labels": ("labels", classes.per_label),
     "confusion": ("classes", classes.confusion),
     "confused": ("labels", classes.confused_labels),
     "residuals": ("number", classes.residuals),
+    "hints": ("number", classes.outliers),
     "calibration": ("classes labels", classes.calibration),
     "threshold": ("classes labels", classes.threshold),
     "entities": ("spans", spans.entities),

@@ -2,11 +2,12 @@
 probabilities only.
 
 Without cleanlab rows are ranked by the probability of their label, which is most of the effect. Hints are worth
-something only on rows that the model was not trained on: `refuse_trained` looks at the run that the model is from.
+something only on rows that the model was not trained on: `refuse_trained` looks at the run that the model is from, and
+`trained_on` finds single rows with the inputs of a training row.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,13 +16,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.copies import is_shared
+from torchlake.data.loading import HASHES
 from torchlake.errors import UsageError
 from torchlake.evaluation.sections.rows import among_all, targets_of
 from torchlake.labels.encoding import label_array
+from torchlake.tables.hashes import Words, combined
+from torchlake.tables.record import COMMIT, committed_files
 
 KINDS = ("classes", "labels")
 CLEANLAB_NUMBERS = 50_000_000
@@ -43,6 +49,28 @@ def refuse_trained(model: Path, tables: Any) -> None:
             "are worthless: the model has learned their labels. Train with --folds 5: the page of each fold "
             "(fold_1/eval/eval.html and so on) has the hints for rows that this fold did not train on."
         )
+
+
+def training_hashes(model: Path) -> list[Path]:
+    """Return the files with the hashes of the training rows, which the run of a model keeps; empty without them."""
+    prepared = model.resolve().parent / "prepared" / "train"
+    return committed_files(prepared) if (prepared / COMMIT).is_file() else []
+
+
+def trained_on(files: Sequence[Path], asked: Words) -> np.ndarray:
+    """Return which inputs, by their hashes (N,), are those of a training row, (N,) bool. Memory: 8 bytes for each."""
+    ordered, found = np.unique(asked), [np.zeros(0, np.uint64)]
+    for file in files:
+        with pq.ParquetFile(file) as stored:
+            for batch in stored.iter_batches(1 << 20, columns=[HASHES, "error"]):
+                words = inputs_of(batch[HASHES].filter(batch["error"].is_null()))
+                found.append(np.unique(words[is_shared(words, ordered)]))
+    return is_shared(asked, np.concatenate(found))
+
+
+def inputs_of(hashes: pa.FixedSizeListArray) -> Words:
+    """Return the hash (N,) of the inputs of each row of token Parquet, which has those of its columns and target."""
+    return combined(hashes.flatten().to_numpy().reshape(len(hashes), hashes.type.list_size)[:, :-1])
 
 
 def hints_of(

@@ -10,12 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake.evaluation.sections.rows import BATCH_NUMBERS, FIXED
+from torchlake.evaluation.sections.rows import BATCH_NUMBERS, FIXED, FURTHER
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
-
-HINTS = ("label_quality", "label_issue")
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,12 @@ class JudgedRows:
                 yield slice(first, first := first + len(flat)), flat
 
 
-def read_judged(
-    path: Path, kind: str, labels: Sequence[Any], slices: Sequence[str] = (), *, hints: bool = False
-) -> JudgedRows:
+def read_judged(path: Path, kind: str, labels: Sequence[Any], slices: Sequence[str] = ()) -> JudgedRows:
     """Return the rows of rows.parquet that have a loss."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         names = [name for name in FIXED if name != "error" and (name not in ("label", "prediction") or kind != "texts")]
-        table = file.read(columns=[*names, *(HINTS if hints else ()), *slices])
+        further = [name for name in FURTHER if name in file.schema_arrow.names]
+        table = file.read(columns=[*names, *further, *slices])
     cut = table["truncated"].drop_null()
     usable = table["loss"].is_valid()
     return JudgedRows(

@@ -34,8 +34,14 @@ FILE = "rows.parquet"
 BATCH_ROWS = 16_384
 BATCH_NUMBERS = 8_000_000
 "Values of a batch, with a column for each class."
+BATCH_BYTES, READ_ROWS = 64 << 20, 256
+"Bytes from which a batch is complete, and the rows that are read at once."
 FIXED = ("label", "prediction", "score", "probability", "loss", "right", "tokens", "truncated", "error")
-"The columns after the key; input columns and slices of these names get the prefix `input_`."
+"The columns after the key."
+FURTHER = ("label_quality", "label_issue", "trained_on", "random")
+"Columns that some files have, which the page is computed from."
+RESERVED = (*FIXED, *FURTHER, "suggested", "probabilities", "rank")
+"Columns of the input, slices and keys of these names get the prefix `input_`."
 SMALLEST = 1e-12
 Judgment = dict[str, Any]
 "Columns of rows that have a label and a prediction."
@@ -59,18 +65,18 @@ class RowColumns:
     @property
     def id(self) -> str:
         """The column that names a row."""
-        return self.key or "row_id"
+        return stored_name(self.key or "row_id")
 
     @property
     def copied(self) -> dict[str, str]:
         """The column of the input behind each further column of the file."""
         names = dict.fromkeys([*self.slices, *self.inputs])
-        return {stored_name(name): name for name in names if name != self.id}
+        return {stored_name(name): name for name in names if name != (self.key or "row_id")}
 
 
 def stored_name(column: str) -> str:
     """Return the name in rows.parquet of a column of the input."""
-    return f"input_{column}" if column in FIXED else column
+    return f"input_{column}" if column in RESERVED else column
 
 
 def kind_of(spec: TaskSpec) -> str:
@@ -103,7 +109,8 @@ def write_rows(path: Path, parts: Iterable[pa.Table]) -> None:
     try:
         for part in parts:
             writer = writer or pq.ParquetWriter(building, part.schema, write_page_checksum=True)
-            writer.write_table(part.cast(writer.schema), row_group_size=BATCH_ROWS)
+            fitting = len(part) * BATCH_BYTES // max(1, part.nbytes)
+            writer.write_table(part.cast(writer.schema), row_group_size=min(BATCH_ROWS, max(1, fitting)))
         if writer is not None:
             writer.close()
             atomic_io.move_into_place(building, path, site="evaluation.rows")
@@ -112,13 +119,19 @@ def write_rows(path: Path, parts: Iterable[pa.Table]) -> None:
 
 
 def scored_parts(files: Sequence[Path], columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of committed parts, some thousands at a time."""
+    """Yield the rows of committed parts, some thousands at a time, fewer of long texts or many classes."""
     for file in files:
         with pq.ParquetFile(file, page_checksum_verification=True, buffer_size=1 << 16) as stored:
             width = len(columns or stored.schema_arrow.names)
-            rows = min(BATCH_ROWS, max(128, BATCH_NUMBERS // width))
-            for batch in stored.iter_batches(rows, columns=columns):
-                yield pa.Table.from_batches([batch])
+            most, kept, full = min(BATCH_ROWS, max(READ_ROWS, BATCH_NUMBERS // width)), list[pa.RecordBatch](), 0.0
+            for batch in stored.iter_batches(READ_ROWS, columns=columns):
+                kept.append(batch)
+                full += max(len(batch) / most, batch.nbytes / BATCH_BYTES)
+                if full >= 1:
+                    yield pa.Table.from_batches(kept)
+                    kept, full = [], 0.0
+            if kept:
+                yield pa.Table.from_batches(kept)
 
 
 def encoded_labels(labels: pa.Array, spec: TaskSpec) -> pa.Array:
@@ -156,7 +169,7 @@ def judged(scored: pa.Table, columns: RowColumns, spec: TaskSpec, kind: str) -> 
     predicted = scored.select(names).rename_columns([name.removeprefix(columns.prefix) for name in names])
     found = JUDGES[kind](predicted.filter(usable), labels.filter(usable), spec)
     empty = pa.nulls(len(scored), pa.float64())
-    made: dict[str, Any] = {columns.id: scored[columns.id]}
+    made: dict[str, Any] = {columns.id: scored[columns.key or "row_id"]}
     made["label"] = among_all(found.pop("label"), usable) if "label" in found else labels
     for name in ("prediction", "score", "probability", "loss", "right"):
         values = found.pop(name, None)

@@ -70,10 +70,12 @@ def _slices(rows: JudgedRows, names: Sequence[str]) -> Iterator[tuple[str, str, 
         for low, high in pairwise(edges.tolist()):
             inside = (tokens > low if low > edges[0] else tokens >= low) & (tokens <= high)
             yield "length", f"{low + (low > edges[0]):,.0f} to {high:,.0f} tokens", inside
-    cut = rows.numbers("truncated") > 0
-    if cut.any():
-        yield "truncated", "yes", cut
-        yield "truncated", "no", ~cut
+    named = {"truncated": "truncated", "trained_on": "in the training table"}
+    for column in [one for one in named if one in rows.table.column_names]:
+        yes = rows.numbers(column) > 0
+        if yes.any():
+            yield named[column], "yes", yes
+            yield named[column], "no", ~yes
 
 
 def interval(values: np.ndarray, is_share: bool) -> dict[str, Any]:
@@ -103,6 +105,14 @@ def hinted(rows: JudgedRows) -> dict[str, Any]:
     """Return the number of labels to look at, and the first rows of them, the lowest quality first."""
     issue = rows.numbers("label_issue") > 0
     return {"rows": int(issue.sum()), "list": listed(rows, _first(rows.numbers("label_quality"), WORST, issue))}
+
+
+def trained(rows: JudgedRows) -> dict[str, Any]:
+    """Return the number of rows that are in the training table too, and the first of them; empty if not known."""
+    if "trained_on" not in rows.table.column_names:
+        return {}
+    some = np.flatnonzero(rows.numbers("trained_on") > 0)
+    return {"rows": len(some), "of": len(rows.table), "list": listed(rows, some[:PICKED])}
 
 
 def _first(order: np.ndarray, most: int, among: np.ndarray) -> np.ndarray:

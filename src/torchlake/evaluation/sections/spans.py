@@ -8,7 +8,7 @@ import numpy as np
 
 from torchlake.evaluation.sections.classes import MATRIX_CLASSES, lowest_first, scores
 from torchlake.evaluation.sections.judged import JudgedRows, listed
-from torchlake.evaluation.sections.slices import interval
+from torchlake.evaluation.sections.slices import BINS, interval
 
 RESAMPLES = 200
 CELL_ROWS = 10
@@ -115,6 +115,14 @@ def retrieval(rows: JudgedRows) -> list[dict[str, Any]]:
 
 
 def cosines(rows: JudgedRows) -> dict[str, Any]:
-    """Return the quantiles of the cosines of pairs."""
-    score = rows.numbers("score")
-    return {f"{share:.0%}": float(np.quantile(score, share)) for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
+    """Return the quantiles of the cosines of pairs and of random ones, and both histograms over the same bins."""
+    both = {"of the pairs": rows.numbers("score"), "of random pairs": rows.numbers("random")}
+    found = {name: some[np.isfinite(some)] for name, some in both.items()}
+    found = {name: some for name, some in found.items() if len(some)}
+    edges = np.histogram_bin_edges(np.concatenate([*found.values()]), BINS)
+    quantiles = [
+        {"rows below": f"{share:.0%}", **{name: float(np.quantile(some, share)) for name, some in found.items()}}
+        for share in (0.05, 0.25, 0.5, 0.75, 0.95)
+    ]
+    counts = {name: np.histogram(some, edges)[0].tolist() for name, some in found.items()}
+    return {"quantiles": quantiles, "edges": edges.tolist(), "counts": counts}

@@ -1,0 +1,133 @@
+"""What a page holds against a model: rows that it was trained on, words in common, random pairs, far residuals."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+import judged_rows as made
+import tiny
+import training_runs as runs
+from torchlake.evaluation.evaluate import evaluate
+from torchlake.evaluation.sections.classes import FAR, outliers
+from torchlake.evaluation.sections.judged import read_judged
+from torchlake.training.train import train
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "eval.json").read_text())
+    return found
+
+
+def test_rows_of_the_training_table_are_found(tmp_path: Path, tiny_bert: Path) -> None:
+    """Also without the texts in the report; a text that differs in a letter is another one."""
+    job = runs.job(tmp_path, tiny_bert)
+    run = train(run=tmp_path / "run", engine=runs.Inline(), **job)
+    known = pq.read_table(job["data"]["train"])["text"].to_pylist()[:5]
+    texts = [*known, *(f"{text}!" for text in known), "a new one", None]
+    labels = pq.read_table(job["data"]["train"])["label"].to_pylist()[:1] * len(texts)
+    pq.write_table(pa.table({"text": texts, "label": labels}), tmp_path / "test.parquet")
+    for no_texts in (False, True):
+        folder = tmp_path / f"eval-{no_texts}"
+        evaluate(run.path / "model", tmp_path / "test.parquet", report=folder, no_texts=no_texts, engine=tiny.Here())
+        rows = pq.read_table(folder / "rows.parquet")
+        assert rows["trained_on"].to_pylist() == [*[True] * 5, *[False] * 7]
+        sections = facts_of(folder)["sections"]
+        assert sections["trained"] == {"rows": 5, "of": 11, "list": [0, 1, 2, 3, 4]}
+        named = [one["value"] for one in sections["slices"]["slices"] if one["slice"] == "in the training table"]
+        assert sorted(named) == ["no", "yes"]
+        assert "5 of 11 rows have the inputs of a row of the training table" in (folder / "eval.html").read_text()
+    alone = shutil.copytree(run.path / "model", tmp_path / "alone" / "model")
+    evaluate(alone, tmp_path / "test.parquet", report=tmp_path / "elsewhere", engine=tiny.Here())
+    assert "trained" not in facts_of(tmp_path / "elsewhere")["sections"]
+
+
+def test_a_language_model_knows_its_training_texts(tmp_path: Path, tiny_gpt2: Path) -> None:
+    texts = [f"a film about {row}" for row in range(40)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "train.parquet")
+    data = {"train": str(tmp_path / "train.parquet"), "text": "text"}
+    steps = {"train": {"max_steps": 1, "batch_size": 2}}
+    job: Any = {"data": data, "model": {"base": str(tiny_gpt2), "max_length": 16, "task": "text_generation"}, **steps}
+    run = train(run=tmp_path / "run", engine=runs.Inline(), **job)
+    evaluate(
+        run.path / "model", pa.table({"text": [texts[3], None, "new"]}), report=tmp_path / "eval", engine=tiny.Here()
+    )
+    assert pq.read_table(tmp_path / "eval" / "rows.parquet")["trained_on"].to_pylist() == [True, False, False]
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build_embedder(tmp_path_factory.mktemp("embedder") / "model")
+
+
+PAIRS = {"text": "a", "text_pair": "b", "engine": tiny.Here()}
+
+
+def pairs(rows: int) -> tuple[list[str], list[str]]:
+    first = [f"good film number{row} was number{row % 7}" for row in range(rows)]
+    return first, [f"the number{row} film is number{(row + 3) % 5}" for row in range(rows)]
+
+
+@pytest.mark.usefixtures("page_libraries")
+@pytest.mark.parametrize("labeled", [False, True])
+def test_vectors_are_compared_with_words_in_common(embedder: Path, tmp_path: Path, labeled: bool) -> None:
+    first, second = pairs(40)
+    wanted = np.linspace(0, 1, 40)
+    more = {"label": "near"} if labeled else {}
+    evaluate(embedder, pa.table({"a": first, "b": second, "near": wanted}), report=tmp_path / "eval", **PAIRS, **more)
+    base = facts_of(tmp_path / "eval")["sections"]["baseline"]
+    by_hand = TfidfVectorizer().fit([*first, *second])
+    similar = (by_hand.transform(first) @ by_hand.transform(second).T).toarray()
+    if labeled:
+        assert base["metrics"]["pearson"] == pytest.approx(np.corrcoef(np.diag(similar), wanted)[0, 1], abs=1e-5)
+    else:
+        best = np.isclose(similar, similar.max(axis=1, keepdims=True), atol=1e-6)
+        share = (np.diag(best) / best.sum(axis=1)).mean()  # equally near texts have a random order
+        assert base["metrics"]["recall_at_1"] == pytest.approx(share, abs=1e-6)
+    page = (tmp_path / "eval" / "eval.html").read_text()
+    assert "Without a model: the words in common (cosine of TF-IDF)." in page
+    assert "Cosines of equal and of random pairs" in page
+
+
+def test_random_pairs_are_of_other_rows(embedder: Path, tmp_path: Path) -> None:
+    first, _ = pairs(40)
+    evaluate(embedder, pa.table({"a": first, "b": first}), report=tmp_path / "eval", **PAIRS)
+    rows = pq.read_table(tmp_path / "eval" / "rows.parquet")
+    assert rows["score"].to_numpy() == pytest.approx(1, abs=1e-5)
+    assert max(rows["random"].to_pylist()) < 1 - 1e-6
+    found = facts_of(tmp_path / "eval")["sections"]["cosines"]
+    assert {name: sum(counts) for name, counts in found["counts"].items()} == {
+        "of the pairs": 40,
+        "of random pairs": 40,
+    }
+    evaluate(embedder, pa.table({"a": first[:1], "b": first[:1]}), report=tmp_path / "one", **PAIRS)
+    assert [*facts_of(tmp_path / "one")["sections"]["cosines"]["counts"]] == ["of the pairs"]
+    evaluate(embedder, pa.table({"a": first, "b": first}), report=tmp_path / "plain", no_texts=True, **PAIRS)
+    assert "baseline" not in facts_of(tmp_path / "plain")["sections"]
+
+
+def numbers(folder: Path, residuals: np.ndarray) -> dict[str, Any]:
+    truth = np.random.default_rng(0).normal(10, 3, len(residuals))
+    scored = made.scored_numbers(truth, truth + residuals)
+    made.evaluated(folder, scored, made.NUMBERS)
+    return outliers(read_judged(folder / "rows.parquet", "number", ()))
+
+
+def test_far_residuals_are_labels_to_look_at(tmp_path: Path) -> None:
+    residuals = np.random.default_rng(1).normal(2, 1, 20_000)
+    quiet = numbers(tmp_path / "quiet", residuals)
+    assert 0 < quiet["rows"] < 20_000 / 1000  # as the page says, 1 in 2,000
+    residuals[[7, 99, 1234]] = (-30, 40, 50)
+    found = numbers(tmp_path / "planted", residuals)
+    assert found["list"][:3] == [1234, 99, 7]
+    assert found["rows"] - quiet["rows"] in (2, 3)
+    page = (tmp_path / "planted" / "eval.html").read_text()
+    assert f"labels to look at, by residuals more than {FAR} standard deviations" in page
+    assert "confident learning" not in page
+    assert numbers(tmp_path / "exact", np.zeros(50)) == {}
