@@ -120,7 +120,7 @@ def _usage(value: dict[str, Any]) -> dict[str, Any]:
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    found = {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.get("prompt_tokens"),
         "generated_tokens": usage.get("completion_tokens"),
         "cached_tokens": cached,

@@ -188,8 +188,10 @@ class Client:
                     with self._pool() as pool:
                         got = await pool.request(method, address, headers=headers, **content)
             except (TimeoutError, httpx.TransportError, httpx.DecodingError) as error:
-                broken = isinstance(error, httpx.TransportError)
-                problem = self._broken(error, attempt) if broken else str(error) or "timeout"
+                if isinstance(error, httpx.TransportError):
+                    problem = self._broken(error, attempt)
+                else:
+                    problem = str(error) or "timeout"
             else:
                 body = self._cleaned_bytes(got.content)
                 if got.status_code == 200:

@@ -129,10 +129,10 @@ def _columns(value: dict[str, Any], limit: int) -> dict[str, Any]:
 
 
 def _split(value: Any, limit: int) -> dict[str, Any]:
-    names, data = (value.get("columns"), value.get("data")) if isinstance(value, dict) else (None, None)
-    form = "dataframe_split"
-    words = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not words or not isinstance(data, list) or len({*names}) < len(names):
+    given: dict[str, Any] = value if isinstance(value, dict) else {}
+    names, data, form = given.get("columns", ()), given.get("data", ()), "dataframe_split"
+    lists = isinstance(names, list) and isinstance(data, list)
+    if not lists or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise Refused(400, f"{form}: expected columns, a list of different names, and data, a list of rows", field=form)
     _check_rows(len(data), limit)
     wrong = next((row for row, each in enumerate(data) if not isinstance(each, list) or len(each) != len(names)), None)
