@@ -1,10 +1,10 @@
 """What do rows cost, and how many are lost, if an endpoint refuses 1 % of them, and if the job is killed once?
 
 One endpoint with 50 ms latency (the fake one of the tests), 1,000 prompts; torchlake and Ray keep 16 requests open,
-Daft what it chooses; further options stand in the names. `refused`: ten prompts are answered with status 400, each time.
-`killed`: nothing is refused; the job gets SIGKILL when half of the requests were sent, then the same command runs again.
-`answered` are rows with their own answer in the output, `named` rows with an error in it, `lost` all others. `requests`
-are those that are paid for.
+Daft what it chooses; further options stand in the names. `refused`: ten prompts are answered with status 400, each
+time. `killed`: nothing is refused; the job gets SIGKILL when half of the requests were sent, then the same command runs
+again. `answered` are rows with their own answer in the output, `named` rows with an error in it, `lost` all others.
+`requests` are those that are paid for.
 """
 
 import os
