@@ -28,8 +28,8 @@ from torchlake.scoring.endpoint.rows import MESSAGE_TOKENS, guess_tokens, read_p
 from torchlake.scoring.endpoint.usage import CHARACTERS
 from torchlake.scoring.options.given import split_options
 from torchlake.scoring.options.settings import scoring_settings
-from torchlake.scoring.predict import Scoring
 from torchlake.scoring.rows import RowReader, runtime_name
+from torchlake.scoring.table_work import Scoring
 from torchlake.tables import chunks
 from torchlake.tables.sources._options import read_options
 from torchlake.tables.sources.files import StoredTable
