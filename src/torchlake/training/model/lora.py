@@ -113,6 +113,10 @@ def write_adapter(
     assert job.model.lora is not None, "else it would have no adapters"
     base = None if job.model.base is None else describe_base(job.model.base, quantize=job.model.quantize)
     config = lora_config(model, job.model.lora)
+    # What no row reaches, such as the pooler below a mean of token states, was frozen: the adapter lacks it.
+    config.modules_to_save = [
+        name for name in config.modules_to_save or () if any(f".{name}.modules_to_save." in each for each in trained)
+    ]
     files.write_adapter(folder, config, trained, base=base, auto_class=auto_class)
     return base
 
