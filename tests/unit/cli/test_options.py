@@ -217,7 +217,7 @@ ARGUMENTS = {
     "evaluate": ["model", "table"],
     "compare": ["models"],
     "optimize": ["model"],
-    "plan": ["job"],
+    "plan": ["job", "table"],
     "launch": ["target", "arguments"],
     "verify": ["output"],
     "export": ["model", "folder"],

@@ -236,7 +236,7 @@ def test_optimize_makes_exports_with_rows_of_the_sample(
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, name: str, library: str, rates: dict[str, float]) -> None:
     here = CpuClass(name=name, products={"few": library, "many": library}, rates=rates)
-    for place in ("options.job", "predict"):
+    for place in ("options.job", "table_work"):
         monkeypatch.setattr(f"torchlake.scoring.{place}.cpu_class", lambda: here)
 
 
