@@ -47,6 +47,8 @@ class FakeEndpoint:
 
     faults: Faults = field(default_factory=dict)
     latency_s: float = 0.0
+    gates: tuple[int, ...] = ()
+    "How many requests must have been open at once before the first is answered, the second, ...; all others: the last."
     key: str | None = None
     "The key that requests need."
     elsewhere: str = "http://127.0.0.1:9"
@@ -60,6 +62,7 @@ class FakeEndpoint:
     most_open: int = 0
     port: int = 0
     _open: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _left: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -97,9 +100,10 @@ class FakeEndpoint:
                 self.requests.append(request)
                 number = len(self.requests)
                 self._open += 1
-                self.most_open = max(self.most_open, self._open)
+                await self.opened()
                 try:
                     fault = self.fault(number, content.decode())
+                    await self.gate(number)
                     await asyncio.sleep(self.latency_s)
                     if not await self.answer(writer, request, fault, number):
                         return
@@ -109,6 +113,19 @@ class FakeEndpoint:
             pass
         finally:
             writer.close()
+
+    async def opened(self) -> None:
+        """Count the open requests; whoever waits at a gate looks again."""
+        self.most_open = max(self.most_open, self._open)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def gate(self, number: int) -> None:
+        """Wait at the gate of a request; raises TimeoutError, which closes its connection, if it never opens."""
+        if self.gates:
+            least = self.gates[min(number, len(self.gates)) - 1]
+            async with asyncio.timeout(60), self._changed:
+                await self._changed.wait_for(lambda: self.most_open >= least)
 
     async def send(self, writer: asyncio.StreamWriter, content: bytes) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
