@@ -36,7 +36,7 @@ PREFIX = "predicted_"
 VECTOR = f"{PREFIX}embedding"
 RESAMPLES = 200
 BASELINE_PAIRS = 20_000
-"Pairs whose second texts are searched by words in common: among more it takes minutes."
+"Pairs whose second texts are searched by words in common: the time grows with the square of the pairs."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."

@@ -63,15 +63,20 @@ class RowColumns:
     "Further columns, one value a row."
 
     @property
+    def named_by(self) -> str:
+        """The column of the input that names a row."""
+        return self.key or "row_id"
+
+    @property
     def id(self) -> str:
-        """The column that names a row."""
-        return stored_name(self.key or "row_id")
+        """The column that names a row in rows.parquet."""
+        return stored_name(self.named_by)
 
     @property
     def copied(self) -> dict[str, str]:
         """The column of the input behind each further column of the file."""
         names = dict.fromkeys([*self.slices, *self.inputs])
-        return {stored_name(name): name for name in names if name != (self.key or "row_id")}
+        return {stored_name(name): name for name in names if name != self.named_by}
 
 
 def stored_name(column: str) -> str:
@@ -169,7 +174,7 @@ def judged(scored: pa.Table, columns: RowColumns, spec: TaskSpec, kind: str) -> 
     predicted = scored.select(names).rename_columns([name.removeprefix(columns.prefix) for name in names])
     found = JUDGES[kind](predicted.filter(usable), labels.filter(usable), spec)
     empty = pa.nulls(len(scored), pa.float64())
-    made: dict[str, Any] = {columns.id: scored[columns.key or "row_id"]}
+    made: dict[str, Any] = {columns.id: scored[columns.named_by]}
     made["label"] = among_all(found.pop("label"), usable) if "label" in found else labels
     for name in ("prediction", "score", "probability", "loss", "right"):
         values = found.pop(name, None)
