@@ -151,13 +151,19 @@ def _is_blank(answer: Text) -> bool:
 
 
 def _from_one_prompt(chosen: list[int], rejected: list[int]) -> tuple[list[int], list[int]]:
-    """Return both after the same prompt, which ends where the first of them begins to be learned."""
-    start = min(next((place for place, token in enumerate(ids) if token >= 0), len(ids)) for ids in (chosen, rejected))
+    """Return both after the same prompt, which ends where the first of them begins to be learned.
 
-    def learned(ids: list[int]) -> list[int]:
-        return [*ids[:start], *(~token if token < 0 else token for token in ids[start:])]
-
-    return learned(chosen), learned(rejected)
+    Turns of others between those of an answer stay unlearned.
+    """
+    first, second = (
+        next((place for place, token in enumerate(ids) if token >= 0), len(ids)) for ids in (chosen, rejected)
+    )
+    start = min(first, second)
+    one, other = (
+        [*ids[:start], *(~token for token in ids[start:own]), *ids[own:]]
+        for ids, own in ((chosen, first), (rejected, second))
+    )
+    return one, other
 
 
 def _cut_at_messages(tokenizer: Any, asked: list[Asked], made: list[list[int] | ValueError], length: int) -> None:

@@ -132,6 +132,14 @@ def test_conversations_come_in_many_forms(tokenizer: Any, prompt: Any, chosen: A
         assert learned[-1] == tokenizer.eos_token_id
 
 
+def test_turns_of_others_within_an_answer_are_not_learned(tokenizer: Any) -> None:
+    more = [{"role": "user", "content": "and the story ?"}, {"role": "assistant", "content": "fine"}]
+    inputs = {"text": pa.array([MESSAGES]), "chosen": pa.array([GOOD + more]), "rejected": pa.array([BAD])}
+    ((chosen, _),), _, errors = tokenize_pairs(tokenizer, inputs, RowOptions(), 64)
+    assert errors == {}
+    assert tokenizer.decode([token for token in chosen if token >= 0]).split() == ["good", "fine", "</s>"]
+
+
 @given(
     start=st.text(st.characters(codec="utf-8"), max_size=8),
     ends=st.tuples(st.text(min_size=1, max_size=8), st.text(min_size=1, max_size=8)),
