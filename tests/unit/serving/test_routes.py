@@ -168,6 +168,8 @@ def test_parquet_files_that_would_grow_are_refused(classes: Running, kind: pa.Da
         ("text/csv", b"text\n\xff\n"),
         ("text/csv", b"text,n\na\n"),
         ("text/csv", b""),
+        ("text/csv", b'text\ngood\n"bad\nfine\n'),  # to predict a bad row: its quotes are not closed
+        ("text/csv", b'text\n"a" b\n'),
         ("application/x-parquet", b"PAR1"),
         ("application/x-parquet", parquet(pa.array(["a"]), pa.array(["b"]))),
     ],
