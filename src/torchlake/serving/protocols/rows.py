@@ -239,7 +239,8 @@ def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Arra
 
 
 def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
-    if number and any(isinstance(value, str) for value in values):
+    # Arrow takes no int above 2**63 of Python; uint64 columns and JSON have them.
+    if number and any(isinstance(value, str) or (isinstance(value, int) and value >= 1 << 63) for value in values):
         values = [value if value is None or isinstance(value, str) else str(value) for value in values]
     try:
         return pa.array(values)
