@@ -231,7 +231,9 @@ def read_manifest(folder: Path, *, named: str | None = None) -> dict[str, Any]:
     return manifest
 
 
-def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) -> dict[str, Any]:
+def check_manifest(
+    folder: Path, *, kind: str = "", named: str | None = None, hashed: Callable[[Path], str] = sha256_file
+) -> dict[str, Any]:
     """Check the files of `folder` whose names begin with `kind` against its manifest; return the manifest.
 
     Raises DataError naming the first file that is missing or differs in size or sha256; `folder` is called `named`.
@@ -245,7 +247,7 @@ def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) ->
             raise DataError(f"{shown}: missing, but listed in {MANIFEST}")
         if path.stat().st_size != expected["bytes"]:
             raise DataError(f"{shown}: {path.stat().st_size:,} bytes, but {expected['bytes']:,} in {MANIFEST}")
-        if sha256_file(path) != expected["sha256"]:
+        if hashed(path) != expected["sha256"]:
             raise DataError(f"{shown}: its sha256 differs from that in {MANIFEST}; the file is corrupt or was edited")
     return manifest
 

@@ -3,7 +3,7 @@
 A model is given as its folder, the folder of the run that trained it, or its name on the Hugging Face hub
 (`name@revision` for a branch, tag or commit), whose snapshot is downloaded once. A path whose first folder exists is
 never looked up on the hub. Hashes cover the files that affect predictions or tokens, not cards and manifests.
-Cost: for files that the manifest lists, its hashes are used (`models.load_model` verifies them); others are read once.
+They are of the files' content, whatever a manifest says. Cost: each version of a file is read once per process.
 """
 
 import json
@@ -19,7 +19,7 @@ from torchlake import atomic_io
 from torchlake.config.model_files.embedding import FILES
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, FingerprintError, TorchlakeError
-from torchlake.storage.versions import Version, version_of
+from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.sources.files import local_path
 
 log = logging.getLogger(__name__)
@@ -242,17 +242,16 @@ def chat_template(folder: Path) -> str | None:
     return "\n".join([named if isinstance(named, str) else json.dumps(named), *further])
 
 
+def file_hash(path: Path) -> str:
+    """Return the sha256 of a file, which is read again only if its version has changed."""
+    return _hash_of(path, settled_version_of(str(path)))
+
+
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
-    listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
-    hashes = {
-        name: listed[name]["sha256"] if name in listed else _hash_of(folder / name, version_of(str(folder / name)))
-        for name in names
-    }
-    return atomic_io.digest(hashes)
+    return atomic_io.digest({name: file_hash(folder / name) for name in names})
 
 
 @lru_cache(maxsize=256)
 def _hash_of(path: Path, version: Version) -> str:
-    """Return the sha256 of a file, which is read again only if its version has changed."""
     return atomic_io.sha256_file(path)

@@ -38,7 +38,7 @@ from torchlake.models.config import (
     set_pad_id,
     tasks_of,
 )
-from torchlake.models.folders import model_folder, weight_files
+from torchlake.models.folders import file_hash, model_folder, weight_files
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer import (
     MAX_LENGTH,
@@ -215,7 +215,7 @@ def check_files(folder: Path) -> None:
     """Raise the errors of `check_folder`, and DataError if a file differs from the manifest, if there is one."""
     check_folder(folder)
     if (folder / atomic_io.MANIFEST).exists():
-        atomic_io.check_manifest(folder)
+        atomic_io.check_manifest(folder, hashed=file_hash)
 
 
 def load_model(

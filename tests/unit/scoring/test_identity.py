@@ -91,3 +91,15 @@ def test_a_hash_is_computed_again_when_a_file_has_changed(tmp_path: Path) -> Non
     (folder / "new").rename(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert folders.model_hash(folder) != first
+
+
+def test_a_hash_is_of_the_files_and_not_of_what_the_manifest_says(models: tuple[Path, Path]) -> None:
+    """A base model or a tokenizer is read without a check of its manifest: edited in place, it is another one."""
+    folder = models[0]
+    before, tokens = folders.model_hash(folder), folders.tokenizer_hash(folder)
+    file = folder / "tokenizer.json"
+    status = file.stat()
+    file.write_text(file.read_text().replace('"good"', '"doog"'))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert folders.model_hash(folder) != before
+    assert folders.tokenizer_hash(folder) != tokens

@@ -22,6 +22,7 @@ import tiny
 import torchlake as tl
 from serving_runs import Running, running
 from torchlake.models.write import quiet
+from torchlake.serving.protocols.rows import _others
 from training_runs import Inline
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
@@ -168,6 +169,8 @@ def test_parquet_files_that_would_grow_are_refused(classes: Running, kind: pa.Da
         ("text/csv", b"text\n\xff\n"),
         ("text/csv", b"text,n\na\n"),
         ("text/csv", b""),
+        ("text/csv", b'text\ngood\n"bad\nfine\n'),  # to predict a bad row: its quotes are not closed
+        ("text/csv", b'text\n"a" b\n'),
         ("application/x-parquet", b"PAR1"),
         ("application/x-parquet", parquet(pa.array(["a"]), pa.array(["b"]))),
     ],
@@ -176,6 +179,11 @@ def test_parquet_files_that_would_grow_are_refused(classes: Running, kind: pa.Da
 def test_tables_that_cannot_be_read_are_mistakes_of_the_client(classes: Running, kind: str, body: bytes) -> None:
     response = classes.client.post("/invocations", content=body, headers={"content-type": kind})
     assert (response.status_code, response.json()["error_code"]) == (400, "BAD_REQUEST")
+
+
+def test_numbers_above_those_of_int64_are_numbers() -> None:
+    """As in `predict`, which reads a column of uint64."""
+    assert _others("n", [(1 << 64) - 1, None, 7], number=True).cast(pa.float64()).to_pylist() == [2.0**64, None, 7.0]
 
 
 def test_no_address_is_that_of_the_header_host(classes: Running) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict
@@ -19,11 +18,13 @@ from starlette.responses import Response
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import TorchlakeError
+from torchlake.errors import TableError, TorchlakeError
 from torchlake.scoring.options.call import CallOptions
 from torchlake.scoring.options.table import checked_input
 from torchlake.serving.exchange import Refused, ServedRequest, parse_json, reply
 from torchlake.tables.arrays import from_strings
+from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records, header_of
+from torchlake.tables.formats.streams import BOM, Dialect
 from torchlake.tasks import NUMBER, TEXT
 from torchlake.tasks._inputs import columns_of
 
@@ -142,30 +143,21 @@ def _split(value: Any, limit: int) -> dict[str, Any]:
 
 
 def _from_csv(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
-    """Return the columns of a CSV with a header; values are text, as `predict` reads them."""
-    bad: list[int] = []
-
-    def note(row: Any) -> str:
-        bad.append(row.number)
-        return "error"
-
-    texts = {name: pa.string() for name in spec.input_columns}
-    body = body.lstrip(b"\r\n")
-    several = b"," in body.partition(b"\n")[0]  # an empty line is a row of a single column
+    """Return the columns of a CSV with a header; values are text. It is parsed as `predict` parses a file."""
+    lines, dialect = CountedLines(io.BytesIO(body.removeprefix(BOM))), Dialect()
+    expected = "expected UTF-8 with a header, commas and double quotes"
     try:
-        table = pa_csv.read_csv(
-            io.BytesIO(body),
-            pa_csv.ReadOptions(use_threads=False),
-            pa_csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=several, invalid_row_handler=note),
-            pa_csv.ConvertOptions(column_types=texts, strings_can_be_null=False),
-        )
-        _check_rows(len(table), limit)
-        return {name: table[name].to_pylist() for name in spec.input_columns if name in table.column_names}
-    except (pa.ArrowException, ValueError, KeyError):
-        where = (
-            f"row {bad[0]} has another number of values than the header" if bad and bad[0] else "it cannot be parsed"
-        )
-        raise Refused(400, f"text/csv: {where}; expected UTF-8 with a header, commas and double quotes") from None
+        body.decode()
+        header = header_of("text/csv", lines, dialect)
+    except (TableError, ValueError):
+        raise Refused(400, f"text/csv: it cannot be parsed; {expected}") from None
+    rows: list[list[str]] = []
+    for record in csv_records(lines, "text/csv", dialect, len(header)):
+        if isinstance(record, BadRecord):
+            raise Refused(400, f"text/csv, row {len(rows)}: {record}; {expected}")
+        rows.append(record)
+        _check_rows(len(rows), limit)
+    return {name: [row[at] for row in rows] for at, name in enumerate(header)}
 
 
 def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
@@ -247,7 +239,8 @@ def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Arra
 
 
 def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
-    if number and any(isinstance(value, str) for value in values):
+    # Arrow takes no int above 2**63 of Python; uint64 columns and JSON have them.
+    if number and any(isinstance(value, str) or (isinstance(value, int) and value >= 1 << 63) for value in values):
         values = [value if value is None or isinstance(value, str) else str(value) for value in values]
     try:
         return pa.array(values)
