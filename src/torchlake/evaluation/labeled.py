@@ -70,7 +70,7 @@ from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import Table, missing_column, open_table
 from torchlake.tasks import ColumnOptions
 from torchlake.tasks._chat import NAMES
-from torchlake.tasks._null_rows import columns_in
+from torchlake.tasks._null_rows import columns_in, plain_column
 
 PREFIX = "predicted_"
 RESAMPLES = 1000
@@ -165,7 +165,7 @@ def measure_labeled(job: Measuring, spec: TaskSpec, request: ReportRequest | Non
         for column in (spec.label,) if _writes(spec) else spec.columns:
             if column not in frame.column_names:
                 raise missing_column("the frame", column, frame.schema)
-        labels = frame[spec.label].combine_chunks()
+        labels = plain_column(frame[spec.label])
         encoded_labels(labels, spec)  # refuses unknown labels
         inputs = frame.drop_columns([spec.label]) if _writes(spec) else frame.select(list(spec.input_columns))
         known = pa.table({"label": labels, "unreadable": pa.nulls(len(labels), pa.string())})

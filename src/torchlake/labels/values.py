@@ -63,9 +63,14 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     if is_text(kind):
         array = array.cast(pa.string())
         return pc.if_else(is_missing(array), pa.scalar(None, pa.string()), array)
-    if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
-        return array.cast(pa.list_(kind.value_type))
-    return array
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow 25 casts them to invalid lists
+        ends = np.cumsum(np.append(0, pc.list_value_length(array).fill_null(0))).astype(np.int32)
+        missing = array.is_null() if array.null_count else None
+        array = pa.ListArray.from_arrays(pa.array(ends), array.flatten(), mask=missing)
+    if pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        array = array.cast(pa.list_(kind.value_type))
+    views = pa.types.is_list(array.type) and pa.types.is_string_view(array.type.value_type)
+    return array.cast(pa.list_(pa.string())) if views else array
 
 
 def split_labels(labels: pa.Array | pa.ChunkedArray, separator: str | None) -> pa.Array | pa.ChunkedArray:

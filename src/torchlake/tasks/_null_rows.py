@@ -40,7 +40,7 @@ def read_inputs(
         elif kinds[name] == NUMBER:
             inputs[name], missing = _numbers(table, columns, errors)
         else:
-            inputs[name] = without_rows(_plain(table[columns[0]]), unreadable)
+            inputs[name] = without_rows(plain_column(table[columns[0]]), unreadable)
             missing = None if kinds[name] == EXTRA else inputs[name].is_null()
         for row in [] if missing is None else pc.indices_nonzero(missing).to_pylist():
             errors.setdefault(row, NULL_INPUT)
@@ -92,7 +92,7 @@ def _numbers(table: pa.Table, columns: tuple[str, ...], errors: dict[int, str]) 
     values = np.zeros((len(table), len(columns)), dtype=np.float32)
     missing = np.zeros(len(table), dtype=bool)
     for place, column in enumerate(columns):
-        array = _plain(table[column])
+        array = plain_column(table[column])
         missing |= np.asarray(is_blank(array) if is_text(array.type) else array.is_null())
         found = _floats(array)
         for row in np.flatnonzero(~np.isfinite(found) & ~missing):
@@ -120,7 +120,7 @@ def _float(word: str | None) -> float | None:
         return None
 
 
-def _plain(column: pa.ChunkedArray) -> pa.Array:
+def plain_column(column: pa.ChunkedArray) -> pa.Array:
     """Return a column as one array, without dictionary encoding and string views."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):

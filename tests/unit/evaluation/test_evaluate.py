@@ -45,6 +45,12 @@ def evaluation(tiny_model: Path, reviews: Path) -> Evaluation:
     return evaluate(tiny_model, reviews, engine=tiny.Here())
 
 
+def test_labels_of_a_frame_may_be_string_views(tiny_model: Path) -> None:
+    table = tiny.reviews(8)
+    views = table.set_column(2, "label", table["label"].cast(pa.string_view()))
+    assert evaluate(tiny_model, views) == evaluate(tiny_model, table)
+
+
 def test_classes_may_differ_in_case_or_blanks_only(tiny_bert: Path, tmp_path: Path) -> None:
     spec = replace(tiny.SPEC, labels=("Good", "good", "good_2", " good", "good "))
     model = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)

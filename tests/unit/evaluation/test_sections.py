@@ -155,6 +155,32 @@ def test_several_labels(tmp_path: Path) -> None:
     assert found["hints"]["rows"] > 0
 
 
+def test_a_row_without_labels_leaves_the_page_of_several_labels_whole(tmp_path: Path) -> None:
+    chances, truth = data(60)
+    scored = made.scored_classes(chances, truth, LABELS).drop_columns(["label", "p_label"])
+    lists = [None if row == 2 else [LABELS[at]] for row, at in enumerate(truth)]
+    said = [[LABELS[at] for at in np.flatnonzero(row >= 0.5)] for row in chances]
+    scored = scored.append_column("label", pa.array(lists)).append_column("p_label", pa.array(said))
+    spec = replace(made.classes_spec(LABELS), problem="multi_label")
+    found = made.evaluated(tmp_path, scored, spec)["sections"]
+    assert sum(one["rows"] for one in found["calibration"]["bins"]) == 59 * len(LABELS)
+
+
+@pytest.mark.parametrize("label", ["ant", ["ant"], []], ids=str)
+def test_labels_are_judged_where_one_alone_occurs(label: str | list[str], tmp_path: Path) -> None:
+    chances, truth = data(20)
+    scored = made.scored_classes(chances, truth, LABELS).drop_columns("label")
+    several = isinstance(label, list)
+    spec = replace(made.classes_spec(LABELS), problem="multi_label" if several else "single_label")
+    kind = pa.list_(pa.string()) if several else pa.string()
+    if several:
+        said = pa.array([[word] for word in scored["p_label"].to_pylist()])
+        scored = scored.drop_columns("p_label").append_column("p_label", said)
+    scored = scored.append_column("label", pa.array([label] * 20, kind))
+    found = made.evaluated(tmp_path, scored, spec, hints=True)["sections"]
+    assert found["hints"]["by"] == "the probability of the label (fewer than two labels occur)"
+
+
 def test_numbers(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     truth = generator.normal(10, 3, 200)

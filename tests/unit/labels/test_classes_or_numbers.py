@@ -193,6 +193,17 @@ TYPES: dict[str, list[pa.DataType]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pa.list_view(pa.string()), pa.large_list_view(pa.string()), pa.list_(pa.string_view())],
+    ids=str,
+)
+def test_lists_of_any_type_hold_the_same_labels(kind: pa.DataType) -> None:
+    values = [["y"], ["x"], None, [], ["x", "y"]]
+    found = task.encode_labels(pa.array(values, kind).slice(1), tiny.spec_for("multi_label", ("x", "y")))
+    assert found.to_pylist() == [[1, 0], None, [0, 0], [1, 1]]
+
+
 @st.composite
 def columns(draw: st.DrawFn) -> tuple[str, list[Any], pa.DataType]:
     """A kind of label, a column of it with nulls and rare values, and a type that holds it."""

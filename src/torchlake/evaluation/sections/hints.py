@@ -94,14 +94,17 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
     classes = label_array(spec)
     if kind == "classes":
         said = chances.argmax(axis=1)
+        seen = len(np.unique(targets))
         own, suggested, wrong = chances[np.arange(len(targets)), targets], classes.take(pa.array(said)), said != targets
     else:
         positive = targets.reshape(len(chances), -1) > 0
+        seen = int(positive.any(axis=0).sum())
         own = np.where(positive, chances, 1 - chances).min(axis=1)
         wrong, suggested = ((chances >= 0.5) != positive).any(axis=1), predicted["label"].combine_chunks()
     large = chances.size > CLEANLAB_NUMBERS
-    if large or find_spec("cleanlab") is None or len(targets) < 2:
-        how = f"the probability of the label{' (more rows and classes than cleanlab is given)' if large else ''}"
+    if large or seen < 2 or find_spec("cleanlab") is None:
+        why = " (more rows and classes than cleanlab is given)" if large else " (fewer than two labels occur)"
+        how = f"the probability of the label{why if large or seen < 2 else ''}"
         own = own.astype(np.float64)
         return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
     chances = chances.astype(np.float64)

@@ -234,8 +234,10 @@ def _labels(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
         "probability": agreed.min(axis=1) if len(truth) else np.zeros(0),
         "loss": -np.log(np.maximum(agreed, SMALLEST)).mean(axis=1) if len(truth) else np.zeros(0),
         "right": ((chances >= THRESHOLD) == truth).all(axis=1),
-        "probabilities": pa.FixedSizeListArray.from_arrays(
-            pa.array(chances.astype(np.float32).ravel()), len(spec.labels)
+        # Not lists of a fixed size: Arrow reads no nulls among them from Parquet, and failed rows are null.
+        "probabilities": pa.ListArray.from_arrays(
+            pa.array(np.arange(len(chances) + 1, dtype=np.int32) * len(spec.labels)),
+            pa.array(chances.astype(np.float32).ravel()),
         ),
     }
 
