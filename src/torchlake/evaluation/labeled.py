@@ -58,6 +58,7 @@ from torchlake.scoring import predict as predicting
 from torchlake.scoring.options.table import COLUMN
 from torchlake.scoring.rows import Runtime
 from torchlake.storage.spread import Spread
+from torchlake.tables.arrays import plain_column
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.hashes import combined
@@ -70,7 +71,7 @@ from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import Table, missing_column, open_table
 from torchlake.tasks import ColumnOptions
 from torchlake.tasks._chat import NAMES
-from torchlake.tasks._null_rows import columns_in, plain_column
+from torchlake.tasks._null_rows import columns_in
 
 PREFIX = "predicted_"
 RESAMPLES = 1000

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
-from torchlake.tables.arrays import is_text
+from torchlake.tables.arrays import is_text, plain_column
 
 LISTS = "lists of strings"
 
@@ -53,10 +53,7 @@ class Moments:
 
 def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return one array of string or list type, without dictionary encoding."""
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = plain_column(array)
     kind = array.type
     if pa.types.is_float16(kind):  # Arrow has no value_counts for float16
         return array.cast(pa.float32())

@@ -41,6 +41,14 @@ def string_column(column: pa.ChunkedArray) -> pa.Array:
     return array if as_it_is else pc.cast(array, pa.large_string())
 
 
+def plain_column(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array, without dictionary encoding and string views."""
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    array = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    return array.cast(pa.string()) if pa.types.is_string_view(array.type) else array
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a type is one of Arrow's three types of strings."""
     types = pa.types

@@ -17,7 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.config.task_spec import SEPARATOR, TaskSpec
-from torchlake.tables.arrays import from_numpy, is_blank, is_text, nulls_as_empty, string_column, without_rows
+from torchlake.tables.arrays import (
+    from_numpy,
+    is_blank,
+    is_text,
+    nulls_as_empty,
+    plain_column,
+    string_column,
+    without_rows,
+)
 from torchlake.tasks._inputs import EXTRA, NUMBER, PROMPT, TEXT, Inputs, columns_of
 
 NULL_INPUT = "null_input"
@@ -118,12 +126,3 @@ def _float(word: str | None) -> float | None:
         return None if word is None else float(word)
     except ValueError:
         return None
-
-
-def plain_column(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array, without dictionary encoding and string views."""
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
-    array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-    return array.cast(pa.string()) if pa.types.is_string_view(array.type) else array

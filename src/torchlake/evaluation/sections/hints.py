@@ -101,10 +101,13 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         seen = int(positive.any(axis=0).sum())
         own = np.where(positive, chances, 1 - chances).min(axis=1)
         wrong, suggested = ((chances >= 0.5) != positive).any(axis=1), predicted["label"].combine_chunks()
-    large = chances.size > CLEANLAB_NUMBERS
-    if large or seen < 2 or find_spec("cleanlab") is None:
-        why = " (more rows and classes than cleanlab is given)" if large else " (fewer than two labels occur)"
-        how = f"the probability of the label{why if large or seen < 2 else ''}"
+    why = None
+    if chances.size > CLEANLAB_NUMBERS:
+        why = "more rows and classes than cleanlab is given"
+    elif seen < 2:
+        why = "fewer than two labels occur"
+    if why or find_spec("cleanlab") is None:
+        how = "the probability of the label" + (f" ({why})" if why else "")
         own = own.astype(np.float64)
         return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
     chances = chances.astype(np.float64)
