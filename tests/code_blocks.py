@@ -105,8 +105,8 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
 def _check_yaml(block: Block, text: str) -> None:
     """Raise ConfigError if the sections in a block are not valid."""
     values = yaml.safe_load(text)
-    if "." in next(iter(values)) or (block.file or "").startswith("."):
-        return  # a search space, which `tune` reads, or another library's configuration
+    if "." in next(iter(values)) or (block.file or "").startswith((".", "prices")):
+        return  # a search space, which `tune` reads, another library's configuration, or prices of an endpoint
     sections = {name: {**REQUIRED.get(name, {}), **values.get(name, {})} for name in {*REQUIRED, *values}}
     load_job(None, **sections)
 

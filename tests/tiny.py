@@ -277,7 +277,7 @@ def completion_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
 
 
 def build_language_model(
-    folder: Path, *, dropout: float = 0.0, kind: Literal["gpt2", "llama"] = "gpt2", seed: int = 0
+    folder: Path, *, dropout: float = 0.0, kind: Literal["gpt2", "llama"] = "gpt2", seed: int = 0, **shape: Any
 ) -> Path:
     """A causal language model as the hub has them: no padding token, no task.json. Same seed, same bytes."""
     tokenizer = language_tokenizer()
@@ -289,8 +289,9 @@ def build_language_model(
             drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
             model: Any = GPT2LMHeadModel(GPT2Config(n_positions=128, n_embd=32, n_layer=2, n_head=2, **drops, **ends))
         else:
-            shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-            shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+            small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+            small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+            shape = {**small, **shape}
             model = LlamaForCausalLM(LlamaConfig(**shape, **ends))
         # As above: answers that one can tell from one another.
         for parameter in model.parameters():

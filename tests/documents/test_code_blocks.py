@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+import fake_endpoint
 import hub_repositories
 import s3_server
 import task_cases
@@ -42,6 +43,7 @@ ON_SPARK = {"docs/how-to/spark.md"}
 ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
 ON_HUB = {"docs/how-to/hub.md"}
+ON_ENDPOINT = {"docs/how-to/endpoints.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
 SCORED = {
@@ -72,7 +74,7 @@ def test_the_list_of_blocks_that_are_not_run_is_short_and_true() -> None:
         assert reason
     assert len(NOT_RUN) < 8
     assert len(blocks) > 40
-    assert {*ON_SPARK, *ON_RAY, *ON_S3, *ON_HUB, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
+    assert {*ON_SPARK, *ON_RAY, *ON_S3, *ON_HUB, *ON_ENDPOINT, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,6 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, 
         shutil.copytree(tiny_roberta, tmp_path / name)
     shutil.copytree(tiny_gpt2, tmp_path / "gpt2")
     write_tables(tmp_path)
+    tiny.build_language_model(tmp_path / "llama-70b", kind="llama", num_key_value_heads=4)
     tiny.build_vision(tmp_path / "vit-base")
     tiny.build_encoder_decoder(tmp_path / "t5-small")
     tiny.build_translator(tmp_path / "mbart-large-50")
@@ -131,7 +134,7 @@ def run_page(name: str, namespace: dict[str, Any] | None = None, places: dict[st
 
 def local_pages() -> list[Any]:
     slow = pytest.mark.slow  # several trainings each
-    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3 | ON_HUB]
+    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3 | ON_HUB | ON_ENDPOINT]
     return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
@@ -158,6 +161,15 @@ def test_the_blocks_run_on_s3(name: str, folder: Path, monkeypatch: pytest.Monke
         server.put("reviews/new-1.parquet", (folder / "new.parquet").read_bytes())
         run_page(name)
         assert any(key.endswith(".parquet") for key in server.keys("scored"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ON_ENDPOINT))
+def test_the_blocks_run_beside_an_endpoint(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_KEY", "a key of the test")
+    with fake_endpoint.serving(key="a key of the test") as endpoint:
+        run_page(name, places={"https://host/v1": endpoint.url})
+        assert len(endpoint.requests) == 160  # the call in Python finds the output of the command, and pays nothing
 
 
 @pytest.mark.slow
