@@ -105,14 +105,17 @@ def test_rows_are_those_of_predict_in_every_form(classes: Running) -> None:
         ("\r\ntext\r\ngood\r\n", [None]),
         ("\ufefftext\n\n", ["null_input"]),
         ("n,text\n1,good\n\n2,\n", [None, "null_input"]),
+        ("n,text\n1,good\n2,caf\udce9\n3,bad\n", [None, "bad_utf8", None]),
+        ("n,text\n\udce9,good\n", [None]),
     ],
 )
 def test_lines_of_csv_are_rows_as_in_predict(
     classes: Running, tmp_path: Path, content: str, errors: list[str | None]
 ) -> None:
-    response = classes.client.post("/invocations", content=content.encode(), headers={"content-type": "text/csv"})
+    body = content.encode("utf-8", "surrogateescape")
+    response = classes.client.post("/invocations", content=body, headers={"content-type": "text/csv"})
     assert [row["error"] for row in response.json()["predictions"]] == errors
-    (tmp_path / "in.csv").write_bytes(content.encode())
+    (tmp_path / "in.csv").write_bytes(body)
     options: dict[str, Any] = {"engine": Inline(), "max_error_rate": 1.0}
     tl.predict(classes.service.source, str(tmp_path / "in.csv"), tmp_path / "out", **options)
     assert pq.read_table(tmp_path / "out")["error"].to_pylist() == errors
@@ -166,7 +169,8 @@ def test_parquet_files_that_would_grow_are_refused(classes: Running, kind: pa.Da
     ("kind", "body"),
     [
         ("text/csv", b"text,text\na,b\n"),
-        ("text/csv", b"text\n\xff\n"),
+        ("text/csv", b"text,\xff\na,b\n"),
+        ("text/csv", b"text,\na,b\n"),
         ("text/csv", b"text,n\na\n"),
         ("text/csv", b""),
         ("text/csv", b'text\ngood\n"bad\nfine\n'),  # to predict a bad row: its quotes are not closed

@@ -147,10 +147,9 @@ def _from_csv(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
     lines, dialect = CountedLines(io.BytesIO(body.removeprefix(BOM))), Dialect()
     expected = "expected UTF-8 with a header, commas and double quotes"
     try:
-        body.decode()
         header = header_of("text/csv", lines, dialect)
-    except (TableError, ValueError):
-        raise Refused(400, f"text/csv: it cannot be parsed; {expected}") from None
+    except TableError:  # its words are about files, and may repeat data: the first line of a body without a header
+        raise Refused(400, f"text/csv: the first line must name each column once; {expected}") from None
     rows: list[list[str]] = []
     for record in csv_records(lines, "text/csv", dialect, len(header)):
         if isinstance(record, BadRecord):
