@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torchlake.config.task_spec import RowOptions
 from torchlake.tasks._chat import (
+    INSTEAD,
     Names,
     looks_like_chats,
     names_of,
@@ -147,7 +148,7 @@ def _after_common_start(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]
 def _is_blank(answer: Text) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
-    return all(not str(one.get("content") or "").strip() and not one.get("tool_calls") for one in answer)
+    return all(not str(one.get("content") or "").strip() and not any(map(one.get, INSTEAD)) for one in answer)
 
 
 def _from_one_prompt(chosen: list[int], rejected: list[int]) -> tuple[list[int], list[int]]:

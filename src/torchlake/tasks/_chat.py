@@ -215,6 +215,18 @@ def _warn_of_second_answers() -> None:
     )
 
 
+@cache
+def _warn_of_reasoning() -> None:
+    log.warning("the chat template does not write reasoning_content, so answers are learned without it.")
+
+
+def check_reasoning(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Warn once per process if the template left out the reasoning of the last message: earlier ones may lose it."""
+    reasoning = messages[-1].get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip() not in text:
+        _warn_of_reasoning()
+
+
 def chat_requests(
     column: pa.Array,
     tools: pa.Array | None = None,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
+from torchlake.tasks._chat import check_reasoning
 from torchlake.tasks._rendering import Request, render
 
 Side = str | list[dict[str, Any]]
@@ -40,6 +41,7 @@ def all_completion_ids(
             found[row] = ValueError("the template changes an answer of the completion after it; keep one answer in it")
         else:
             chats[row] = made[0]
+            check_reasoning(requests[row].messages, made[0].text)
     encoder = AnswerEncoder.of(tokenizer)
     for some, turn in ((texts, False), (chats, True)):
         for row, (ids, _) in zip(some, encoder.encode([*some.values()], whole=turn), strict=True):

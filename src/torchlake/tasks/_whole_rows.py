@@ -21,6 +21,7 @@ from torchlake.data.features import Features, text_features
 from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
 from torchlake.tasks._chat import (
     Names,
+    check_reasoning,
     is_chat,
     looks_like_chats,
     names_of,
@@ -136,6 +137,7 @@ class _Making:
             assert isinstance(sequences, list), "it has texts"
             if text.messages < len(request.messages):
                 request = replace(request, messages=request.messages[: text.messages], want="last")
+            check_reasoning(request.messages, text.text)
             ids = self._with_end(ids, text)
             sequences.append(_Sequence(row=row, ids=ids, merged=merged, request=request))
         return found
@@ -281,8 +283,11 @@ def _finished(making: _Making, row: int) -> list[_Sequence]:
     if kept:  # what is cut of the answers that do not fit is of the row, too
         kept[0].cut += sum(one.cut for one in sequences) - sum(one.cut for one in kept)
     if row not in making.errors and not kept:
-        why = f"{NO_ANSWER}: none of what is learned fits, with the message before it, into {making.length:,} tokens"
-        making.errors[row] = f"{why} (model.max_length)" if row in making.sequences else NULL_INPUT
+        cut = any(one.cut for one in sequences)
+        why = f"none of what is learned fits, with the message before it, into {making.length:,} tokens"
+        left_out = "no token is left of what is learned: the chat template or the tokenizer leaves it out"
+        why = f"{NO_ANSWER}: {f'{why} (model.max_length)' if cut else left_out}"
+        making.errors[row] = why if row in making.sequences else NULL_INPUT
     return [] if row in making.errors else kept
 
 

@@ -188,6 +188,20 @@ def test_bad_conversations_are_errors_of_their_rows() -> None:
     assert rows_of(needs, conversation("a", "b")).errors == {0: "bad_chat: no tools"}
 
 
+def test_answers_and_reasoning_that_a_template_leaves_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    said = {"role": "assistant", "content": "yes", "reasoning_content": "it is a good film"}
+    thinking = [{"role": "user", "content": "good ?"}, said]
+    warning = "the chat template does not write reasoning_content, so answers are learned without it."
+    for name, warnings in (("qwen3", []), ("chatml", [warning])):
+        _chat._warn_of_reasoning.cache_clear()
+        assert not rows_of(tokenizer(name, marked=False), thinking, thinking).errors
+        assert caplog.messages == warnings
+    silent = tokenizer("chatml", marked=False)
+    silent.chat_template = "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"
+    found = rows_of(silent, conversation("good ?", "yes")).errors[0]
+    assert found.startswith("no_answer_left: no token is left of what is learned: the chat template")
+
+
 def test_a_long_conversation_is_cut_at_a_message_with_its_system_text() -> None:
     made = tokenizer("chatml", marked=False)
     chat = conversation(*["good ? a film"] * 9, "yes", system=True)
