@@ -1,6 +1,7 @@
 """Render chat templates in a separate process with limits on time and memory.
 
-    worker  ->  standard input:   {"messages": [...], "tools": null, "options": {}, "want": "answers", "first": 0}
+    worker  ->  standard input:   [["{% for ...", ...], ...], a template; then
+                                  {"messages": [...], "tools": null, "options": {}, "want": "answers", "first": 0}
     worker  <-  standard output:  {"texts": [["...", [[9, 14]], [9]]]}, {"limit": "..."} or {"error": "..."}
 
 Jinja's sandbox limits what a template can access, not its CPU time or memory, and a thread cannot interrupt a single
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +77,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Renderer:
-    """A process that renders one template with one set of special tokens; only process `owner` may use it."""
+    """A process that renders by one template at a time, with its special tokens; only process `owner` may use it."""
 
     template_key: str
     owner: int
@@ -217,17 +219,22 @@ def cpu_seconds(request: Request) -> float:
 
 def serve() -> None:
     """Run the renderer: answer requests from standard input until it is closed."""
+    import_module("transformers.utils.chat_template_utils")  # before memory is limited
+
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sources, *tokens = json.loads(sys.stdin.buffer.readline())
-    plain, calling = (_Template(source, *tokens) for source in sources)
     with suppress(OSError, ValueError):  # systems without /proc have no such limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES,) * 2)
-    answers.write(b"{}\n")
-    answers.flush()
     for line in sys.stdin.buffer:
-        request = Request(**json.loads(line))
+        given = json.loads(line)
+        if isinstance(given, list):
+            sources, *tokens = given
+            plain, calling = (_Template(source, *tokens) for source in sources)
+            answers.write(b"{}\n")
+            answers.flush()
+            continue
+        request = Request(**given)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds(request))
         answer: dict[str, Any]
         try:
@@ -251,6 +258,7 @@ class _Template:
         from transformers.utils import chat_template_utils
 
         module: Any = chat_template_utils
+        module.datetime = datetime
         if time is not None:  # transformers reads the clock itself, and passes no function to a template
             now = datetime.fromisoformat(time)
             module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})
@@ -292,10 +300,13 @@ class _Template:
 
 
 def _running(template_key: str) -> Renderer:
-    """Return this process's renderer for that template, starting one if needed."""
+    """Return this process's renderer with that template, starting one if needed."""
     global _renderer
-    if _renderer is not None and (_renderer.template_key, _renderer.owner) == (template_key, os.getpid()):
-        return _renderer
+    line = f"{template_key}\n".encode()
+    one = _renderer
+    if one is not None and one.owner == os.getpid() and (one.template_key == template_key or one.ask([line])[0]):
+        one.template_key = template_key
+        return one
     close()
     process = subprocess.Popen(
         [sys.executable, "-c", BOOT, json.dumps(sys.path)],
@@ -304,7 +315,7 @@ def _running(template_key: str) -> Renderer:
         start_new_session=True,  # a signal to the worker's group must not end it first
     )
     started = Renderer(template_key=template_key, owner=os.getpid(), process=process)
-    if not started.ask([f"{template_key}\n".encode()])[0]:
+    if not started.ask([line])[0]:
         raise DataError(
             f"The process that renders chat templates does not start: {sys.executable} ended with status "
             f"{started.end()}; what it wrote to standard error says why."
