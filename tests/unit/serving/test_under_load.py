@@ -20,6 +20,7 @@ import pytest
 import tiny
 import torchlake as tl
 from serving_runs import free_port, started, until
+from sweeps import examples
 
 pytestmark = pytest.mark.slow
 
@@ -197,7 +198,7 @@ def test_ten_thousand_connections_are_refused_politely(tiny_model: Path) -> None
     assert process.returncode == 0, errors[-2000:]
 
 
-WARM_S, MIXED_S = 20.0, 40.0
+WARM_S, MIXED_S = 20.0, float(examples(1800, quick=40))
 
 
 def test_memory_files_and_threads_stay_the_same_under_mixed_load(
