@@ -150,7 +150,7 @@ def _look(target: Target, request: WriteRequest, job: JobSpec) -> FoundAtTarget:
     published = last_job(target, snapshot) if target.reusable else None
     if target.reusable and snapshot.latest is not None and published is None:
         raise OutputError(f"{target.shown}: its plan is missing. Remove the folder, or give another output.")
-    return FoundAtTarget(target, request, job, snapshot, published)
+    return FoundAtTarget(target, request, job, snapshot, published, {})
 
 
 def _transaction(found: FoundAtTarget, state: JobState, job: JobSpec, name: str, **fields: Any) -> Transaction:
@@ -166,7 +166,7 @@ def _completed(found: FoundAtTarget, record: dict[str, Any]) -> Transaction:
 
 def _check(found: FoundAtTarget) -> None:
     """Raise unless the job, which is not complete, may write to the target."""
-    target, request, job, snapshot, published = found
+    target, request, job, snapshot, published, _ = found
     target.check(snapshot, request.rows, request.key)
     check_positions(target, snapshot, request.positions)
     if published is None or published.record is None or request.allowed.overwrite:
@@ -229,7 +229,7 @@ def _was_made(found: FoundAtTarget, stored: _Interrupted) -> bool:
 
 def _resumed(found: FoundAtTarget, state: JobState, stored: _Interrupted | None) -> Transaction:
     """Return the write, with the chunks of the interrupted one or the last commit that it continues."""
-    target, _, job, snapshot, earlier = found
+    target, _, job, snapshot, earlier, _ = found
     name = ""
     discarded: tuple[str, ...] = ()
     if stored is not None:

@@ -165,9 +165,12 @@ def committed(output: str | Path) -> CommittedRows:
             logged = {f"/{path}".rpartition(own)[2]: one for path, one in known.items() if own in f"/{path}"}
             found.append(Committed(record=record, plan=plan, folder=folder, live=kept, logged=logged))
         else:
-            notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
+            notes.append(f"commit {name[:16]}: the table no longer has rows in any of its files.")
     if not found and not notes:
-        raise TableError(f"{output}: not a finished torchlake output: it has no commit, or its records were deleted.")
+        raise TableError(
+            f"{output}: not a finished torchlake output: it has no commit, or the records or rows of its "
+            "commits were deleted."
+        )
     return CommittedRows(found, notes)
 
 

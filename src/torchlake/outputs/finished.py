@@ -1,16 +1,22 @@
 """Find out whether a job's commit was made already: then nothing is left to do."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from torchlake import atomic_io
-from torchlake.errors import FingerprintError, OutputError
+from torchlake.errors import FingerprintError, OutputError, TorchlakeError
 from torchlake.outputs.compatibility import JobSpec, differences, is_same
 from torchlake.outputs.records import position_of, read_record, stored_commits
+from torchlake.outputs.rewrite import repeated_key
 from torchlake.outputs.staging.kept import damage
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import WriteRequest
+from torchlake.tables.keys import row_ids
+from torchlake.tables.reading import ChunkReader
 
 
 def commit_id(job: JobSpec, given: str | None, basis: str = "") -> str:
@@ -31,11 +37,13 @@ class FoundAtTarget(NamedTuple):
     snapshot: Snapshot
     published: JobSpec | None
     "The job whose result a folder is; None for a table, and for a folder that does not exist yet."
+    lost: dict[str, bool]
+    "Which of its commits are known to have rows, or none."
 
 
 def finished_record(found: FoundAtTarget) -> dict[str, Any] | None:
     """Return the record of this job's commit if nothing is left to do."""
-    target, request, job, snapshot, published = found
+    target, request, job, snapshot, published, _ = found
     if target.reusable:
         thorough = request.allowed.overwrite and target.staged  # not all of a bucket, which would be downloaded
         done = published is not None and is_result(found, job, thorough=thorough)
@@ -96,7 +104,35 @@ def is_lost(found: FoundAtTarget, names: Sequence[str]) -> bool:
     """Return whether one of these commits was made, and all of its rows are gone from the table."""
     table = as_table(found.target)
     made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
-    return any(table.lost(found.snapshot, name) for name in made) if table is not None else False
+    for name in made if table is not None else ():
+        if name not in found.lost:
+            found.lost[name] = table.lost(found.snapshot, name) or _has_no_key(found, name)
+    return any(found.lost[name] for name in made)
+
+
+def _has_no_key(found: FoundAtTarget, name: str) -> bool:
+    """Return whether a table that lists no file of the job's commit has none of its keys or row ids either.
+
+    A compaction keeps them in other files. Cost: the keys of the job's first chunk; those of all if it has none.
+    """
+    target, request, job, snapshot, _, _ = found
+    record, key, table = read_record(target, name), request.key or "row_id", as_table(target)
+    if table is None or record is None or not record["parts"] or target.live(snapshot, record):
+        return False
+    if key not in request.schema.names or key in target.partition_by:
+        return False
+    kind, chunks = request.schema.field(key).type, job.plan.chunks
+    try:
+        files = table.live_files(snapshot)
+        with closing(ChunkReader([request.key] if request.key else [])) as reader:
+            for some in (chunks[:1], chunks[1:]):
+                read = [reader.read(one)[0][key].combine_chunks() if request.key else row_ids(one) for one in some]
+                keys = pa.chunked_array([one.cast(kind) for one in read], kind).combine_chunks()
+                if repeated_key(files, key, keys, request.spread) is not None:
+                    return False
+    except TorchlakeError:  # deletion vectors in files with other rows, or an input that is not here
+        return False
+    return True
 
 
 def is_result(found: FoundAtTarget, job: JobSpec, *, thorough: bool = False) -> bool:

@@ -138,6 +138,8 @@ class Logged(NamedTuple):
     nulls: Mapping[str, int | None]
     lowest: Mapping[str, Any]
     highest: Mapping[str, Any]
+    deleted: int = 0
+    "Rows of the file that readers leave out."
 
 
 class TableTarget(Protocol):

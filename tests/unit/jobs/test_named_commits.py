@@ -2,20 +2,25 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import product
+from contextlib import contextmanager
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyiceberg.catalog
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, TableFeatures
 from pyiceberg.utils.config import Config
 
 import tiny
 import torchlake as tl
+from delta_vectors import delete_by_vector
 from sweeps import sweep
-from torchlake.errors import FingerprintError, TorchlakeError, UsageError
+from torchlake.errors import FingerprintError, TableError, TorchlakeError, UsageError
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.table import open_table
 
 TABLES = ["delta", "iceberg"]
 
@@ -153,6 +158,101 @@ def test_iceberg_commits_live_as_long_as_their_rows(place: Any) -> None:
         write(output, rows(1), "query-1", mode="append", **options)
         assert ids(output) == Counter(range(40))
     lake.close()
+
+
+def test_rows_that_vectors_deleted_are_gone(place: Any) -> None:
+    output, options = place("delta")
+    for batch in (0, 1):
+        write(output, rows(batch), f"query-{batch}", mode="append", **options)
+    features = TableFeatures.DeletionVectors
+    DeltaTable(output).alter.add_feature(features, allow_protocol_versions_increase=True)
+
+    def delete(first: int, end: int) -> None:
+        """As a writer does that marks deleted rows, and leaves the files."""
+        for one in pa.table(DeltaTable(output).get_add_actions()).to_pylist():
+            low, high = one["min"]["id"], one["max"]["id"]
+            if gone := [number - low for number in range(low, high + 1) if first <= number < end]:
+                delete_by_vector(Path(output), one["path"], gone)
+
+    def seen() -> list[int]:
+        table = open_table(output, columns=["id"])
+        reader = ChunkReader(["id"])
+        read = [reader.read(one)[0]["id"].to_pylist() for one in plan_chunks(table, columns=["id"]).chunks]
+        reader.close()
+        return sorted(chain(*read))
+
+    delete(3, 5)
+    write(output, rows(0), "query-0", mode="append", **options)
+    assert seen() == [0, 1, 2, *range(5, 40)], "a commit some of whose rows are there is made"
+    found = tl.verify(output)
+    assert found.rows_out == 38
+    assert any("2 rows of its files are deleted" in one for one in found.notes)
+    delete(20, 40)
+    found = tl.verify(output)
+    assert found.rows_out == 18
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert seen() == [0, 1, 2, *range(5, 40)]
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_that_were_deleted_with_half_a_file_are_gone(place: Any, kind: str) -> None:
+    """The file with the other half of its rows is written again, so the history alone does not say what it has."""
+    output, options = place(kind)
+    for batch in (0, 1):
+        write(output, rows(batch), f"query-{batch}", mode="append", **options)
+    if kind == "delta":
+        DeltaTable(output).delete("id >= 18")
+    else:
+        delete_and_expire("id >= 18")
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter({*range(18), *range(20, 40)})
+
+
+def test_iceberg_commits_whose_snapshots_expired(place: Any) -> None:
+    output, options = place("iceberg")
+    for batch in (0, 1):
+        write(output, rows(batch), f"query-{batch}", mode="append", **options)
+    delete_and_expire("id >= 20")
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(40))
+    delete_and_expire("id >= 0")
+    with pytest.raises(TableError, match="the records or rows of its commits were deleted"):
+        tl.verify(output)
+    for _ in range(2):
+        write(output, rows(1), "query-1", mode="append", **options)
+        assert ids(output) == Counter(range(20, 40))
+
+
+def test_compacted_iceberg_rows_are_there_after_their_snapshots_expired(place: Any) -> None:
+    output, options = place("iceberg")
+    write(output, rows(0), "query-0", mode="append", **options)
+    with lake_table() as table:
+        table.overwrite(table.scan().to_arrow())
+    expire()
+    write(output, rows(0), "query-0", mode="append", **options)
+    assert ids(output) == Counter(range(20))
+
+
+@contextmanager
+def lake_table() -> Iterator[Any]:
+    lake = pyiceberg.catalog.load_catalog("lake")
+    yield lake.load_table("films.out")
+    lake.close()
+
+
+def delete_and_expire(rows: str) -> None:
+    with lake_table() as table:
+        table.delete(rows)
+    expire()
+
+
+def expire() -> None:
+    with lake_table() as table:
+        old = {one.snapshot_id for one in table.snapshots()} - {table.current_snapshot().snapshot_id}
+        table.maintenance.expire_snapshots().by_ids([*old]).commit()
 
 
 def test_names_are_given_and_not_for_increments(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Iceberg tables of a REST catalog, written by DuckDB; names of columns, pinned snapshots, a table that names code."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from pyiceberg.types import DecimalType, LongType, NestedField, StringType
 from pyiceberg.utils.config import Config
 
 import iceberg_rest
+import tiny
+import torchlake as tl
 from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -97,6 +99,32 @@ def test_what_duckdb_writes_and_deletes_is_read_alike(
     kinds = {one.file_format.name for task in lake.load_table("db.t").scan().plan_files() for one in task.delete_files}
     assert kinds == ({"PUFFIN"} if version == 3 else {"PARQUET"})
     assert read("iceberg:local.db.t").sort_by("id") == found
+
+
+@pytest.mark.parametrize("first", [10, 8], ids=["whole files", "half a file"])
+def test_rows_of_an_output_that_duckdb_deleted_are_written_again(lake: SqlCatalog, first: int) -> None:
+    """DuckDB marks deleted rows, and leaves their files."""
+    schema = pa.schema([("id", pa.int64()), ("same", pa.string()), ("error", pa.string())])
+    lake.create_table("db.t", schema, properties={f"write.{one}.mode": "merge-on-read" for one in ("delete", "update")})
+
+    def write(batch: int) -> None:
+        rows = pa.table({"id": [*range(batch * 10, batch * 10 + 10)]})
+        given: dict[str, Any] = {"columns": ["id"], "version": "1", "chunk_rows": 5, "commit_id": str(batch)}
+        schema = {"same": pa.string()}
+        tl.map(double, rows, "iceberg:local.db.t", schema=schema, key="id", mode="append", engine=tiny.Here(), **given)
+
+    write(0)
+    write(1)
+    with duckdb_on(pyiceberg.catalog.load_catalog("remote").properties["uri"]) as connection:
+        connection.execute(f"DELETE FROM lake.db.t WHERE id >= {first}")
+    assert tl.verify("iceberg:local.db.t").rows_out == first
+    for _ in range(2):
+        write(1)
+        assert sorted(read("iceberg:local.db.t")["id"].to_pylist()) == [*range(first), *range(10, 20)]
+
+
+def double() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: pa.table({"same": batch["id"].cast(pa.string())})
 
 
 def test_a_catalog_that_refuses_is_an_error_without_the_token(lake: SqlCatalog) -> None:

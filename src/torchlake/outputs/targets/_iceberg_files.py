@@ -12,13 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import OutputError
+from torchlake.errors import OutputError, TableError
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import Logged, files_of
 from torchlake.storage.urls import filesystem_of, is_url
 from torchlake.tables.formats.types import short
+from torchlake.tables.sources import iceberg as source
 from torchlake.tables.sources.files import local_path
 
 _ENOUGH_DIGITS = Context(prec=76)
@@ -109,6 +110,19 @@ def has_deletes(table: Any) -> bool:
     return any(one.has_added_files() or one.has_existing_files() for one in _manifests(table, "DELETES"))
 
 
+def deleted_rows(table: Any) -> dict[str, int]:
+    """Return how many rows of a data file are deleted, by its path; none if equality deletes, which name no file."""
+    if not has_deletes(table):
+        return {}
+    try:
+        tasks = source.planned_files(table, table.current_snapshot().snapshot_id, str(table.name()))
+    except TableError:
+        return {}
+    return {
+        path: int.from_bytes(bits, "little").bit_count() for path, bits in source.deleted_rows(table, tasks).items()
+    }
+
+
 def _manifests(table: Any, content: str) -> Iterator[Any]:
     snapshot = table.current_snapshot()
     if snapshot is not None:
@@ -196,6 +210,7 @@ def logged(table: Any) -> dict[str, Logged]:
     from pyiceberg.conversions import from_bytes
 
     columns, kinds = {one.field_id: one for one in table.schema().fields}, schema_to_arrow(table)
+    deleted = deleted_rows(table)
 
     def values(bounds: Mapping[int, bytes] | None) -> dict[str, Any]:
         known = [(columns[number], value) for number, value in (bounds or {}).items() if number in columns]
@@ -211,6 +226,7 @@ def logged(table: Any) -> dict[str, Logged]:
             {columns[one].name: count for one, count in (file.null_value_counts or {}).items() if one in columns},
             values(file.lower_bounds),
             values(file.upper_bounds),
+            deleted.get(file.file_path, 0),
         )
         for file in live_files(table)
     }

@@ -71,12 +71,24 @@ class DeltaSnapshot:
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
 
     @cached_property
-    def paths(self) -> Sequence[str]:
-        """The files that the log lists, as it names them: read once, because each commit is looked for among them."""
-        if self.table is None or not self.table.file_uris():
-            return ()
-        found: list[str] = pa.table(self.table.get_add_actions())["path"].to_pylist()
+    def files(self) -> Sequence[Mapping[str, Any]]:
+        """What the log says about the files that it lists."""
+        found: list[dict[str, Any]] = []
+        if self.table is not None and self.table.file_uris():
+            found = pa.table(self.table.get_add_actions()).to_pylist()
         return found
+
+    @cached_property
+    def deleted(self) -> Mapping[str, int]:
+        """How many rows of the files with deletion vectors are deleted."""
+        vectors = {} if self.table is None else source.deleted_rows(self.table)
+        return {path: int.from_bytes(bits, "little").bit_count() for path, bits in vectors.items()}
+
+    @cached_property
+    def paths(self) -> Sequence[str]:
+        """The files with rows, as the log names them: read once, because each commit is looked for among them."""
+        gone = self.deleted
+        return [one["path"] for one in self.files if not gone or gone.get(_decoded(one["path"])) != one["num_records"]]
 
     @cached_property
     def history(self) -> Sequence[Mapping[str, Any]]:
@@ -154,13 +166,15 @@ class DeltaTarget:
         if record is None:
             return True
         files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]}
-        return files == set(snapshot.paths) and not _has_deleted_rows(snapshot.table)
+        return files == set(snapshot.paths) and not snapshot.deleted
 
     def lost(self, snapshot: DeltaSnapshot, commit: str) -> bool:
         """Return whether it is certain that no row of a commit that was made is in the table any more."""
         record = read_record(cast(Target, self), commit)
         if record is None or not record["parts"] or self.live(snapshot, record):
             return False
+        if not snapshot.paths:
+            return True
         made = next((int(one["version"]) for one in snapshot.history if one.get(KEPT_COMMITS) == commit), None)
         return made is not None and is_lost(snapshot.history, made, self._adds_only)
 
@@ -181,9 +195,7 @@ class DeltaTarget:
 
     def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
         """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""
-        if snapshot.table is None or not snapshot.table.file_uris():
-            return []
-        if _has_deleted_rows(snapshot.table):
+        if snapshot.deleted:
             raise OutputError(
                 f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
@@ -192,8 +204,6 @@ class DeltaTarget:
 
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""
-        table = snapshot.table
-        actions = pa.table(table.get_add_actions()).to_pylist() if table is not None and table.file_uris() else []
         return {
             unquote(one["path"]): Logged(
                 one["size_bytes"],
@@ -203,8 +213,9 @@ class DeltaTarget:
                     {name: value for name, value in (one.get(field) or {}).items() if value is not None}
                     for field in _STATISTICS
                 ),
+                snapshot.deleted.get(_decoded(one["path"]), 0),
             )
-            for one in actions
+            for one in snapshot.files
         }
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
@@ -350,7 +361,6 @@ def _refuse_other_files(root: Path) -> None:
         )
 
 
-def _has_deleted_rows(table: Any) -> bool:
-    """Return whether files of a table have deletion vectors."""
-    marked = "deletionVectors" in (table.protocol().reader_features or ())
-    return marked and len(pa.table(table.deletion_vectors())) > 0
+def _decoded(path: str) -> str:
+    """Return a path of the log as `source.deleted_rows` names it."""
+    return unquote(unquote(path))

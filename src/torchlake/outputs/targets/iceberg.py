@@ -76,8 +76,11 @@ class IcebergSnapshot:
 
     @cached_property
     def paths(self) -> frozenset[str]:
-        """The files of the snapshot: read once, because each commit is looked for among them."""
-        return frozenset(() if self.table is None else (one.file_path for one in files.live_files(self.table)))
+        """The files with rows: read once, because each commit is looked for among them."""
+        if self.table is None:
+            return frozenset()
+        gone, found = files.deleted_rows(self.table), files.live_files(self.table)
+        return frozenset(one.file_path for one in found if gone.get(one.file_path) != one.record_count)
 
 
 @reads_log
@@ -192,8 +195,10 @@ class IcebergTarget:
         if files.was_rolled_back(snapshot.table, made):
             return True
         record = read_record(cast(Target, self), commit)
-        if record is None or not record["parts"] or not made or self.live(snapshot, record):
+        if record is None or not record["parts"] or self.live(snapshot, record):
             return False
+        if not made or not snapshot.paths:
+            return not snapshot.paths
 
         def replaced_all(one: Any) -> bool:
             commit = _commit_of(one)

@@ -80,7 +80,7 @@ def _opened(source: str | Path) -> SourceTable:
     if found.since is not None:
         return _open_added(found, table, physical)
     logical = {name: one for one, name in physical.items()}
-    deleted = _deleted_rows(table)
+    deleted = deleted_rows(table)
     actions: Any = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
     files = []
     for action in actions:
@@ -289,7 +289,7 @@ def _counts(found: pa.Array) -> np.ndarray:
     return np.asarray(found.cast(pa.int64()).fill_null(UNKNOWN).to_numpy(zero_copy_only=False))
 
 
-def _deleted_rows(table: Any) -> dict[str, bytes]:
+def deleted_rows(table: Any) -> dict[str, bytes]:
     """Return a bitmap of the deleted rows, by the file's path in the log."""
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}

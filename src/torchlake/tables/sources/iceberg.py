@@ -74,9 +74,9 @@ def open_source(source: str | Path) -> SourceTable:
 def _opened(parsed: TableName) -> SourceTable:
     table, snapshot, schema = _at(parsed)
     number = None if snapshot is None else int(snapshot.snapshot_id)
-    tasks = [] if number is None else _tasks(table, number, parsed.shown)
+    tasks = [] if number is None else planned_files(table, number, parsed.shown)
     identity = _identity(parsed, table, snapshot)
-    return _table(parsed, table, schema, [one.file for one in tasks], identity, _deleted_rows(table, tasks))
+    return _table(parsed, table, schema, [one.file for one in tasks], identity, deleted_rows(table, tasks))
 
 
 def _table(
@@ -232,7 +232,7 @@ def _at(parsed: TableName) -> _State:
     return _State(table, snapshot, schema)
 
 
-def _tasks(table: Any, snapshot: int, name: str) -> list[Any]:
+def planned_files(table: Any, snapshot: int, name: str) -> list[Any]:
     """Return the scan's tasks: data files, each with its delete files. Raises TableError for unsupported files."""
     try:
         tasks = list(table.scan(snapshot_id=snapshot).plan_files())
@@ -252,7 +252,7 @@ def _tasks(table: Any, snapshot: int, name: str) -> list[Any]:
     return tasks
 
 
-def _deleted_rows(table: Any, tasks: Iterable[Any]) -> dict[str, bytes]:
+def deleted_rows(table: Any, tasks: Iterable[Any]) -> dict[str, bytes]:
     """Return a bitmap of the deleted rows, by data file; each delete file is read once."""
     read: dict[str, dict[str, np.ndarray]] = {}
     found = {}

@@ -89,6 +89,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     key = key if isinstance(key, str) and key in record["schema"] else None
     row_ids, samples = key is None and "row_id" in record["schema"], samples_of(record["fingerprint"])
     facts: Any = {"folder": one.folder, "logged": one.logged, "unchanged": unchanged_inputs(plan, found.notes)}
+    deleted = sum(one.logged[part["name"]].deleted for part in parts if part["name"] in one.logged)
+    if deleted:
+        found.notes.append(f"commit {record.get('commit', '')[:16]}: {deleted:,} rows of its files are deleted.")
     check = PartCheck(schema=schema, key=key, row_ids=row_ids, samples=samples, **facts)
     tasks = [(part, [chunks[chunk] for chunk in _chunks_of(part) if chunk in chunks]) for part in parts]
     sizes = [max(0, int(part["bytes"])) for part in parts]
@@ -107,7 +110,7 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     if whole:
         found.problems += _total_problems(record, plan, rows, failed)
     found.rows_in += plan.rows if whole else rows // check.samples
-    found.rows_out += rows
+    found.rows_out += rows - deleted
     found.rows_failed += failed
     note = selection_note(plan)
     found.notes += [] if note is None else [note]
