@@ -107,12 +107,19 @@ class Comparison:
     def worse(self, metric: str, by: float = 0.0) -> list[Difference]:
         """Return the differences of `metric` of which the whole interval is worse by more than `by`.
 
-        Raises UsageError for a metric that was not compared.
+        Raises UsageError for a metric that was not compared, DataError if it is undefined for a model.
         """
         known = list(dict.fromkeys(one.metric for one in self.differences))
         if metric not in known:
             raise UsageError(f"fail_if_worse: there is no metric {metric!r} here. Metrics: {', '.join(known)}.")
-        return [one for one in self.differences if one.metric == metric and one.is_worse(by)]
+        found = [one for one in self.differences if one.metric == metric]
+        for one in found:
+            if not np.isfinite((one.first, one.value, one.low, one.high)).all():
+                raise DataError(
+                    f"fail_if_worse: {metric} is {one.first:.4g} for {self.models[0]} and {one.value:.4g} for "
+                    f"{one.model}, {one.low:.4g} to {one.high:.4g}: nobody can say whether it is worse."
+                )
+        return [one for one in found if one.is_worse(by)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -174,8 +181,6 @@ def _compared(
     sides: Sequence[JudgedRows], names: Sequence[str], folders: Sequence[Path]
 ) -> tuple[Comparison, list[dict[str, Any]]]:
     """Return the comparison, and for each further model the numbers of the rows that it won and lost."""
-    if not len(sides[0].table):
-        raise DataError("there is no row that all models have a prediction for")
     facts = atomic_io.read_json(folders[0] / FACTS)
     values: dict[str, np.ndarray] = {}
     draws: dict[str, np.ndarray] = {}

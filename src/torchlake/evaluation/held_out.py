@@ -28,8 +28,10 @@ from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, jud
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts
 from torchlake.runs import folder as run_folder
+from torchlake.scoring.workers.output import non_finite_rows
 from torchlake.storage.spread import Spread
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.table import Table, open_table
@@ -92,11 +94,11 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
         by, hints = hints_of(scored, scored[spec.label], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
     write_rows(folder / FILE, judged_parts([scored], columns, spec))
-    judged = read_judged(folder / FILE, kind, spec.labels)
+    judged, errors = read_judged(folder / FILE, kind, spec.labels), count_reasons(scored["error"].drop_null())
     found = {
         "rows": len(scored),
-        "failed": 0,
-        "errors": {},
+        "failed": errors.total(),
+        "errors": dict(errors),
         "metrics": _metrics(judged, result["metrics"]),
         "confusion": _confusion(judged) if kind == "classes" else None,
         "labels": list(spec.labels),
@@ -148,6 +150,7 @@ def _scored(
     about = prepared.take(pa.array(places))
     answers = stored["answers"].combine_chunks()
     matrix = np.asarray(answers.flatten().to_numpy()).reshape(len(stored), answers.type.list_size)
+    bad = non_finite_rows(np.arange(len(matrix)), matrix)
     task = plugins.load("tasks", spec.task)
     predicted = task.output_columns(matrix, None, spec, ColumnOptions(all_probabilities=True))
     source = pa.concat_tables(rows_at(places))
@@ -159,7 +162,7 @@ def _scored(
             **{PREFIX + column: predicted[column] for column in predicted.column_names},
             f"{PREFIX}tokens": about["length"],
             "truncated": pa.array(about["cut"].to_numpy() > 0),
-            "error": pa.nulls(len(about), pa.string()),
+            "error": pa.array([bad.get(row) for row in range(len(about))], pa.string()),
         }
     )
 

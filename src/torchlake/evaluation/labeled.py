@@ -10,9 +10,7 @@ table and a second read of one column; in memory what the metrics need, which ar
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,16 @@ from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS, ReportRequest, as_command, evaluating, provenance_of, publish
 from torchlake.evaluation.result import Evaluation
 from torchlake.evaluation.sections.hints import KINDS, hints_of, trained_on, training_hashes
+from torchlake.evaluation.sections.labels import encoded_labels, labels_of, targets_of
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import (
     RowColumns,
-    encoded_labels,
     errors_and_usable,
     is_content,
     judged_parts,
     kind_of,
     scored_parts,
     stored_name,
-    targets_of,
     write_rows,
 )
 from torchlake.evaluation.sections.slices import refuse_slices
@@ -53,18 +50,12 @@ from torchlake.metrics import (
 )
 from torchlake.models.folders import model_hash
 from torchlake.outputs.staging.spool import spooled
-from torchlake.preparation.row_checks import input_hashes
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.options.table import COLUMN
 from torchlake.scoring.rows import Runtime
 from torchlake.storage.spread import Spread
 from torchlake.tables.arrays import plain_column
-from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
-from torchlake.tables.hashes import combined
-from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
-from torchlake.tables.plan import Chunk
-from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
@@ -232,42 +223,6 @@ def prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tup
         return columns_in(prompt)
     named = [name for name in spec.input_columns if name in schema.names and name != spec.label]
     return tuple(named or [name for name in (COLUMN, *NAMES) if name in schema.names][:1])
-
-
-def labels_of(source: Table, spec: TaskSpec, spread: Spread, *, hashed: bool = False) -> pa.Table:
-    """Return the `label` of all rows, in the table's order, why it is `unreadable`, and if asked for the `hash` of the
-    inputs. Raises DataError for unknown labels."""
-    columns = spec.columns if hashed else (spec.label or "",)
-    plan = plan_chunks(source, columns=columns, hashed=False, spread=spread)
-    bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
-    read = plugins.carried(spec.task, partial(_labels, spec, columns))
-    parts = spread(read, bundles, size=plan.rows * READ_BYTES, name="read the labels")
-    with closing(parts):
-        found = list(parts)
-    if not found:
-        raise DataError("the table has no rows to evaluate on")
-    return pa.concat_tables(found)
-
-
-def _labels(spec: TaskSpec, columns: Sequence[str], chunks: Sequence[Chunk]) -> pa.Table:
-    assert spec.label is not None, "a task without labels is measured on its texts"
-    reader, pieces, task = ChunkReader(tuple(columns)), [], plugins.load("tasks", spec.task)
-    try:
-        for chunk in chunks:
-            rows, unreadable = reader.read(chunk)
-            labels = rows[spec.label].combine_chunks()
-            try:
-                encoded_labels(labels, spec)
-            except DataError as error:
-                raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
-            reasons = [unreadable.get(row) for row in range(len(labels))] if unreadable else [None] * len(labels)
-            found = {"label": labels, "unreadable": pa.array(reasons, pa.string())}
-            if len(columns) > 1:
-                found["hash"] = pa.array(combined(np.column_stack([*input_hashes(task, spec, rows)])))
-            pieces.append(pa.table(found))
-    finally:
-        reader.close()
-    return pa.concat_tables(pieces)
 
 
 def measured(parts: Iterable[pa.Table], known: pa.Table, spec: TaskSpec) -> Evaluation:

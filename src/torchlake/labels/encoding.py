@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.labels.values import LISTS, as_numbers, kind_of, split_labels, to_plain_array
-from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.labels.values import as_numbers, split_labels, to_plain_array
+from torchlake.tables.arrays import from_numpy, from_strings, is_text
 
 
 def target_type(spec: TaskSpec) -> pa.DataType:
@@ -29,12 +29,15 @@ def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
     if len(array) == array.null_count:
         return pa.nulls(len(array), target_type(spec))
     if spec.problem == "regression":
-        return as_numbers(array).cast(pa.float32())
+        return as_numbers(array, column=f"the label column {spec.label!r}").cast(pa.float32())
     if spec.problem == "single_label":
         values = _as_labels(array, spec)
         return _index(values, spec).cast(pa.int64())
-    if kind_of(array.type) != LISTS:
-        raise DataError(f"the label column {spec.label!r} holds {array.type}, but the model expects lists of strings")
+    if not (pa.types.is_list(array.type) and is_text(array.type.value_type)):
+        raise DataError(
+            f"the label column {spec.label!r} holds {array.type}, but the model expects lists of its classes "
+            f"({_known(spec)})"
+        )
     members = array.flatten()
     if members.null_count:
         raise DataError(f"the label column {spec.label!r} holds lists that contain a null")
@@ -90,6 +93,11 @@ def _as_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
     if array.type == wanted:
         return array
     try:
+        if not pa.types.is_string(wanted):
+            if pa.types.is_temporal(array.type):  # Arrow casts a second after 1970 to 1
+                raise pa.ArrowInvalid("times are not classes of this kind")
+            if pa.types.is_decimal(array.type):  # not by floats, which change long identifiers
+                array = array.cast(pa.decimal128(38, 0)).cast(pa.int64())
         if pa.types.is_string(array.type) and pa.types.is_integer(wanted):
             return _integers(array)
         # As strings first, because Arrow casts every integer but 0 to True.

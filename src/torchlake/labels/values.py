@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
-from torchlake.tables.arrays import is_text, plain_column
+from torchlake.tables.arrays import is_text, plain_column, without_dictionaries
 
 LISTS = "lists of strings"
 
@@ -66,8 +66,11 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
         array = pa.ListArray.from_arrays(pa.array(ends), array.flatten(), mask=missing)
     if pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         array = array.cast(pa.list_(kind.value_type))
-    views = pa.types.is_list(array.type) and pa.types.is_string_view(array.type.value_type)
-    return array.cast(pa.list_(pa.string())) if views else array
+    if pa.types.is_list(array.type):
+        members = without_dictionaries(array.type.value_type)
+        if is_text(members) or pa.types.is_null(members):
+            return array.cast(pa.list_(pa.string()))
+    return array
 
 
 def split_labels(labels: pa.Array | pa.ChunkedArray, separator: str | None) -> pa.Array | pa.ChunkedArray:
@@ -112,7 +115,7 @@ def kind_of(kind: pa.DataType) -> str:
     )
 
 
-def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
+def as_numbers(array: pa.Array, *, column: str = "the label column", drop_bad: bool = False) -> pa.Array:
     """Return the labels as float64, nulls kept.
 
     Raises DataError for values that are not numbers, NaN, infinity and numbers beyond float32; `drop_bad` drops them.
@@ -120,10 +123,10 @@ def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
     try:
         numbers = array.cast(pa.float64())
     except pa.ArrowNotImplementedError:
-        raise DataError(f"the label column holds {array.type}, but the model predicts numbers") from None
+        raise DataError(f"{column} holds {array.type}, but the model predicts numbers") from None
     except pa.ArrowInvalid as error:
         if not drop_bad:
-            raise DataError(f"the label column holds a value that is not a number: {error}") from None
+            raise DataError(f"{column} holds a value that is not a number: {error}") from None
         known = pa.array([word for word in pc.unique(array.drop_null()).to_pylist() if _is_number(word)], pa.string())
         numbers = array.filter(pc.is_in(array, known)).cast(pa.float64())
     fine = pc.is_finite(numbers.cast(pa.float32(), safe=False))
@@ -131,7 +134,7 @@ def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
         if not drop_bad:
             wrong = pc.sum(pc.invert(fine)).as_py()
             raise DataError(
-                f"the label column holds {wrong:,} numbers that are NaN, infinite or too large. Correct them or "
+                f"{column} holds {wrong:,} numbers that are NaN, infinite or too large. Correct them or "
                 "set them to null; data.bad_rows=drop leaves such rows out of a training."
             )
         numbers = numbers.filter(fine)

@@ -1,12 +1,14 @@
 """`compare`: paired differences, McNemar by hand, refusals, and the rates at which differences are found."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from scipy.stats import bootstrap, norm
 from sklearn.metrics import f1_score
@@ -115,12 +117,86 @@ def test_different_rows_are_refused(truth: np.ndarray, tmp_path: Path) -> None:
     other[:12] = (other[:12] + 1) % 3
     with pytest.raises(DataError, match=r"500 and 490 rows, 490 in both; 12 labels differ"):
         compare(one, evaluation(tmp_path / "two", other[:490], chances[:490]))
+    words = tmp_path / "words"
+    made.evaluated(words, made.scored_classes(chances, truth, "012"), made.classes_spec("012"))
+    numbers = made.scored_classes(chances, truth, [0, 1, 2])  # type: ignore[list-item]
+    made.evaluated(tmp_path / "numbers", numbers, replace(made.classes_spec("012"), labels=(0, 1, 2)))
+    with pytest.raises(DataError, match="different things: classes '0', '1', '2'; classes 0, 1, 2"):
+        compare(words, tmp_path / "numbers")
     with pytest.raises(UsageError, match=r"two: has no eval\.json.*--report FOLDER"):
         compare(one, tmp_path / "absent" / "two")
     with pytest.raises(UsageError, match="two or more"):
         compare(one)
     with pytest.raises(UsageError, match="there is no metric 'bleu' here"):
         compare(one, one).worse("bleu")
+
+
+@pytest.mark.parametrize("ids", [[7, 7], [None, 7]], ids=str)
+def test_a_key_that_is_not_of_one_row_is_refused(ids: list[int | None], truth: np.ndarray, tmp_path: Path) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    one = evaluation(tmp_path / "one", truth, chances)
+    two = evaluation(tmp_path / "two", truth, chances, id=pa.array([*ids, *range(100, 598)]))
+    for sides in ((one, two), (two, one), (two, two)):
+        with pytest.raises(DataError, match=rf"two: 500 rows have 499 different keys; {ids[0]} is not of one row"):
+            compare(*sides)
+
+
+def test_rows_that_all_failed_in_one_model_or_the_other_are_refused(truth: np.ndarray, tmp_path: Path) -> None:
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    sides = [
+        evaluation(
+            tmp_path / reason,
+            truth,
+            chances,
+            error=pa.array([reason if row % 2 == odd else None for row in range(500)], pa.string()),
+        )
+        for odd, reason in enumerate(("null_input", "timeout"))
+    ]
+    with pytest.raises(DataError, match=r"no row that all .*: null_input 250; .*: timeout 250"):
+        compare(*sides)
+
+
+SPAN = {"start": 0, "end": 4, "label": "a"}
+JUDGED: dict[str, tuple[Any, Any, Any]] = {
+    "classes": ("a", "a", "b"),
+    "labels": (["a"], ["a"], ["b"]),
+    "number": (1.0, 1.0, 2.0),
+    "spans": ([SPAN], [SPAN], [SPAN | {"end": 5}]),
+    "answers": ("a", "a", "b"),
+    "texts": ("a", "a", "b"),
+    "vectors": (1.0, 1.0, 2.0),
+    "ranks": (None, "a", "b"),
+}
+"""A label, what is right, and what is wrong."""
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_each_metric_of_each_task_says_which_model_is_worse(kind: str, tmp_path: Path) -> None:
+    label, good, bad = JUDGED[kind]
+    for name, wrong in (("good", 2), ("bad", 30)):
+        right = [row >= wrong for row in range(40)]
+        table = {"row_id": range(40), "label": [label] * 40, "prediction": [good if one else bad for one in right]}
+        table |= {"score": [0.5] * 40, "loss": [1.0 if one else 20.0 for one in right], "error": pa.nulls(40)}
+        table |= {"right": pa.nulls(40, pa.bool_()) if kind in ("number", "vectors") else right}
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(table), tmp_path / name / "rows.parquet")
+        facts = {"kind": "vectors" if kind == "ranks" else kind, "labels": ["a", "b"], "rows": 40}
+        facts |= {"files": ["rows.parquet"], "made": {"task": "a task"}}
+        (tmp_path / name / "eval.json").write_text(json.dumps(facts))
+    worse = compare(tmp_path / "good", tmp_path / "bad")
+    better = compare(tmp_path / "bad", tmp_path / "good")
+    for metric in {one.metric for one in worse.differences}:
+        assert len(worse.worse(metric)) == 1
+        assert better.worse(metric) == []
+
+
+def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_path: Path) -> None:
+    one = evaluation(tmp_path / "one", truth, made.chances_of(truth, 3, accuracy=0.7))
+    found = compare(one, one)
+    for name in ("first", "value", "high"):
+        undefined = replace(found.differences[0], **{name: math.nan})
+        with pytest.raises(DataError, match=r"accuracy is .* nobody can say whether it is worse"):
+            replace(found, differences=(undefined, *found.differences[1:])).worse("accuracy")
 
 
 def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(

@@ -16,13 +16,16 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli.app import app
+from torchlake.config.job import load_job
 from torchlake.config.options import EvaluateOptions, types_of
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, FingerprintError, OutputError, TableError, UsageError
+from torchlake.evaluation import held_out
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import as_command
 from torchlake.evaluation.result import Evaluation
+from torchlake.models.load import load_spec
 from torchlake.training.train import train
 
 FILES = ["eval.html", "eval.json", "rows.parquet"]
@@ -107,6 +110,17 @@ def test_training_writes_the_page_of_its_validation_rows(tmp_path: Path, tiny_be
     found = compare(run.path, run.path, report=tmp_path / "compared")
     assert found.about["settings"] == {}
     assert len(found.about["seconds"]) == 2
+    stored = pq.read_table(run.path / held_out.STORED)
+    answers = [[np.nan, 0.0], *stored["answers"].to_pylist()[1:]]
+    broken = stored.set_column(1, "answers", pa.array(answers, stored.schema.field("answers").type))
+    pq.write_table(broken, run.path / held_out.STORED)
+    result = json.loads((run.path / "result.json").read_text())
+    held_out.write_page(
+        run.path, load_job(run.path / "job.yaml"), load_spec(run.path / "model"), result, Local().spread
+    )
+    facts = json.loads((run.path / "eval" / "eval.json").read_text())
+    assert facts["errors"] == {"non_finite": 1}
+    assert facts["metrics"]["accuracy"]["low"] is not None
 
 
 def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import pickle
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,10 @@ def test_very_many_numbers_as_text_are_regression() -> None:
         ((False, True), pa.array([1, 0]), [1, 0]),
         (("0", "x"), pa.array([0, None]), [0, None]),
         (("a", "b"), pa.chunked_array([["a"], ["b"]]), [0, 1]),
+        ((False, True), pa.array([1, 0, None], pa.decimal128(9, 2)), [1, 0, None]),
+        ((0, 2**60 + 1), pa.array([Decimal(2**60 + 1), Decimal(0)], pa.decimal128(38, 2)), [1, 0]),
+        (("false", "true"), pa.array([True, False]), [1, 0]),
+        (("2024-01-01", "2024-01-02"), pa.array([date(2024, 1, 2)]), [1]),
     ],
 )
 def test_the_same_label_in_another_type(labels: tuple[object, ...], column: pa.Array, expected: list[int]) -> None:
@@ -122,12 +128,24 @@ def test_the_same_label_in_another_type(labels: tuple[object, ...], column: pa.A
         ("single_label", (0, 1), pa.array(["good"]), "'label'.*0, 1"),
         ("single_label", (0, 1), pa.array([0.5]), "'label'.*0, 1"),
         ("single_label", (False, True), pa.array([5]), "False, True"),
+        ("single_label", (False, True), pa.array([Decimal("1.5")]), r"'label' holds decimal.*False, True"),
+        *(
+            ("single_label", labels, pa.array([0, 1]).cast(kind), rf"'label' holds {str(kind)[:4]}.*times")
+            for labels in ((0, 1), (False, True))
+            for kind in (pa.timestamp("s"), pa.duration("s"), pa.time64("us"), pa.date64())
+        ),
         ("multi_label", ("a", "b"), pa.array([["a"], ["c"]]), r"'c' \(1 rows\)"),
+        (
+            "multi_label",
+            ("a", "b"),
+            pa.array([[1]]),
+            r"'label' holds list<.*int64>, .*lists of its classes \('a', 'b'\)",
+        ),
         ("multi_label", ("a", "b"), pa.array([["a", None]]), "lists that contain a null"),
         ("multi_label", ("a", "b"), pa.array(["a"]), "expects lists"),
         ("regression", (), pa.array(["1.5", "word"]), "not a number.*word"),
-        ("regression", (), pa.array([1.5, float("inf")]), "infinite"),
-        ("regression", (), pa.array([["a"]]), "predicts numbers"),
+        ("regression", (), pa.array([1.5, float("inf")]), "'label' holds 1 numbers.*infinite"),
+        ("regression", (), pa.array([["a"]]), "'label' holds .*predicts numbers"),
     ],
 )
 def test_labels_that_the_model_does_not_know(
@@ -195,13 +213,23 @@ TYPES: dict[str, list[pa.DataType]] = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pa.list_view(pa.string()), pa.large_list_view(pa.string()), pa.list_(pa.string_view())],
+    [
+        pa.list_view(pa.string()),
+        pa.large_list_view(pa.string()),
+        pa.list_(pa.string_view()),
+        pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    ],
     ids=str,
 )
 def test_lists_of_any_type_hold_the_same_labels(kind: pa.DataType) -> None:
     values = [["y"], ["x"], None, [], ["x", "y"]]
     found = task.encode_labels(pa.array(values, kind).slice(1), tiny.spec_for("multi_label", ("x", "y")))
     assert found.to_pylist() == [[1, 0], None, [0, 0], [1, 1]]
+
+
+def test_lists_that_are_all_empty_hold_no_label() -> None:
+    spec = tiny.spec_for("multi_label", ("x", "y"))
+    assert task.encode_labels(pa.array([[], None]), spec).to_pylist() == [[0, 0], None]
 
 
 @st.composite

@@ -19,6 +19,8 @@ from torchlake.evaluation.sections.rows import FILE
 from torchlake.tables.failures import count_reasons, format_reasons
 
 LISTED = 50
+SAID = 10
+"Classes that a message names."
 
 
 @shown
@@ -50,7 +52,9 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
     first, ids = tables[0], tables[0].column_names[0]
     usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()
     for at in range(len(tables)):
-        _refuse_other_rows(facts[0], facts[at], first, tables[at], (names[0], names[at]))
+        _refuse_repeated_keys(tables[at][tables[at].column_names[0]], names[at])
+        if at:
+            _refuse_other_rows(facts[0], facts[at], first, tables[at], (names[0], names[at]))
         if not tables[at][ids].equals(first[ids]):
             tables[at] = tables[at].take(_places(first[ids], tables[at][ids]))
         measured = tables[at]["loss"].is_valid()
@@ -61,6 +65,9 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
             pairs = zip(some[ids].to_pylist(), some["error"].to_pylist(), strict=True)
             listed = tuple({"key": str(key), "error": error} for key, error in pairs)
             failed.append(FailedRows(model=names[at], rows=rows, errors=errors, first=listed))
+    if not usable.any():
+        reasons = "; ".join(f"{one.model}: {', '.join(format_reasons(one.errors))}" for one in failed)
+        raise DataError(f"there is no row that all models have a prediction for. {reasons or 'The tables are empty'}.")
     places, kept = np.flatnonzero(usable), pa.array(usable)
     sides = [
         JudgedRows(folder, one["kind"], tuple(one["labels"]), table.filter(kept), places)
@@ -83,13 +90,26 @@ def _places(ids: pa.ChunkedArray, others: pa.ChunkedArray) -> pa.Array:
     return pc.index_in(mine, theirs)
 
 
+def _refuse_repeated_keys(ids: pa.ChunkedArray, name: str) -> None:
+    """Raise DataError if two rows have the same key, or none: which row is which is not known."""
+    if (distinct := pc.count_distinct(ids).as_py()) == len(ids):
+        return
+    counts = pc.value_counts(ids.combine_chunks())
+    some = counts.filter(pc.or_(pc.greater(counts.field(1), 1), pc.is_null(counts.field(0)))).field(0)[0].as_py()
+    raise DataError(
+        f"{name}: {len(ids):,} rows have {distinct:,} different keys; {some!r} is not of one row. Rows are matched by "
+        "key: evaluate with a key of unique values, or without one."
+    )
+
+
 def _refuse_other_rows(
     one: Mapping[str, Any], other: Mapping[str, Any], rows: pa.Table, others: pa.Table, names: tuple[str, str]
 ) -> None:
     """Raise DataError unless two evaluations have the same rows with the same labels, where both have one."""
     where = f"{names[0]} and {names[1]}"
-    if (one["kind"], sorted(map(str, one["labels"]))) != (other["kind"], sorted(map(str, other["labels"]))):
-        raise DataError(f"{where}: predict different things ({one['kind']} and {other['kind']}, or other classes).")
+    if (one["kind"], sorted(map(repr, one["labels"]))) != (other["kind"], sorted(map(repr, other["labels"]))):
+        said = (f"{side['kind']} {', '.join(map(repr, side['labels'][:SAID]))}".strip() for side in (one, other))
+        raise DataError(f"{where}: predict different things: {'; '.join(said)}.")
     ids = rows.column_names[0]
     if ids != others.column_names[0]:
         raise DataError(f"{where}: their rows have different keys, {ids} and {others.column_names[0]}.")

@@ -24,7 +24,8 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.copies import is_shared
 from torchlake.data.loading import HASHES
 from torchlake.errors import UsageError
-from torchlake.evaluation.sections.rows import among_all, targets_of
+from torchlake.evaluation.sections.labels import targets_of
+from torchlake.evaluation.sections.rows import among_all
 from torchlake.labels.encoding import label_array
 from torchlake.tables.hashes import Words, combined
 from torchlake.tables.record import COMMIT, committed_files

@@ -22,13 +22,12 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.features import as_matrix, from_arrow
+from torchlake.evaluation.sections.labels import encoded_labels, targets_of
 from torchlake.evaluation.writing import OF_EACH
 from torchlake.labels.encoding import label_array
 from torchlake.labels.predictions import THRESHOLD
-from torchlake.tables.arrays import from_numpy, string_column
+from torchlake.tables.arrays import from_numpy
 from torchlake.tasks import ColumnOptions
-from torchlake.tasks._chat import without_fillers
 
 FILE = "rows.parquet"
 BATCH_ROWS = 16_384
@@ -139,21 +138,6 @@ def scored_parts(files: Sequence[Path], columns: Sequence[str] | None = None) ->
                 yield pa.Table.from_batches(kept)
 
 
-def encoded_labels(labels: pa.Array, spec: TaskSpec) -> pa.Array:
-    """Return labels as the task encodes them, and of a task that writes as texts: structs and lists as JSON.
-
-    Raises DataError for labels that the model does not know.
-    """
-    task = plugins.load("tasks", spec.task)
-    if not task.generates:
-        encoded: pa.Array = task.encode_labels(labels, spec)
-        return encoded
-    if not pa.types.is_nested(labels.type):
-        return string_column(pa.chunked_array([labels])).cast(pa.large_string())
-    values = (without_fillers(each) for each in labels.to_pylist())
-    return pa.array([None if each is None else json.dumps(each, default=str) for each in values], pa.large_string())
-
-
 def errors_and_usable(scored: pa.Table, labels: pa.Array, spec: TaskSpec, prefix: str) -> tuple[pa.Array, pa.Array]:
     """Return why rows failed, and which have a label and a prediction: also texts that do not fit their structure."""
     missing = encoded_labels(labels, spec).is_null()
@@ -200,11 +184,6 @@ def among_all(values: Any, usable: pa.Array) -> pa.Array:
     array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     array = array if isinstance(array, pa.Array) else pa.array(array)
     return array.take(from_numpy(np.where(mask, np.cumsum(mask) - 1, -1), null=~mask))
-
-
-def targets_of(labels: pa.Array, spec: TaskSpec) -> np.ndarray:
-    encoded = plugins.load("tasks", spec.task).encode_labels(labels, spec)
-    return np.asarray(as_matrix(from_arrow(encoded))) if len(labels) else np.zeros(0, dtype=np.int64)
 
 
 def _classes(predicted: pa.Table, labels: pa.Array, spec: TaskSpec) -> Judgment:
