@@ -7,7 +7,7 @@ run folder. The last launch that started is the writer: `run.json` has its name.
 it has: in a folder under a lock, in an object store by a conditional change of `run.json`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,7 @@ def _check_identity(
         for name in dict.fromkeys([*before, *identity])
         if before.get(name) != identity.get(name)
     ]
-    # A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
-    if shorter(before, identity) is None:
-        differing = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
+    differing = reasons(differing, before, identity)
     # A store without checkpoints may change its run: a first launch that failed early must not block the corrected job.
     if used and differing:
         raise FingerprintError(
@@ -89,10 +87,11 @@ def _check_identity(
         )
 
 
-def shorter(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the first of `LENGTHS` that is smaller in `now`; None if none is."""
-    for name in LENGTHS:
-        one, other = before.get(name), now.get(name)
-        if other is not None and (one is None or other < one):
-            return name
-    return None
+def reasons(differing: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the lines about settings that differ, without those of LENGTHS that have grown.
+
+    A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
+    """
+    pairs = {name: (before.get(name), now.get(name)) for name in LENGTHS}
+    grown = {name for name, (one, other) in pairs.items() if other is None or (one is not None and other > one)}
+    return [line for line in differing if line.split(":")[0].strip() not in grown]

@@ -231,15 +231,16 @@ def tokenizer_hash(folder: str | Path) -> str:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the text of the chat templates of the tokenizer in a folder; None: it has none."""
+    """Return the text of the chat templates of the tokenizer in a folder; None: it has none.
+
+    As in transformers, those in files of their own replace those in tokenizer_config.json.
+    """
+    files = [each for pattern in (CHAT_TEMPLATE, NAMED_TEMPLATES) for each in sorted(folder.glob(pattern))]
+    if files:
+        return "\n".join(each.read_text(encoding="utf-8") for each in files)
     config = folder / "tokenizer_config.json"
     named = atomic_io.read_json(config).get("chat_template") if config.exists() else None
-    if (folder / CHAT_TEMPLATE).exists():
-        named = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    if named is None:
-        return None
-    further = (file.read_text(encoding="utf-8") for file in sorted(folder.glob(NAMED_TEMPLATES)))
-    return "\n".join([named if isinstance(named, str) else json.dumps(named), *further])
+    return (named if isinstance(named, str) else json.dumps(named)) if named else None
 
 
 def file_hash(path: Path) -> str:

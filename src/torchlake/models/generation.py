@@ -288,14 +288,15 @@ def decoded(
     return "".join([*pieces, tokenizer.decode(tokens[start:], skip_special_tokens=True, **changes)])
 
 
-def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool) -> tuple[str | None, str]:
+def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool | None) -> tuple[str | None, str]:
     """Return the reasoning in an answer, None if there is none, and the answer without it.
 
-    `begun`: the prompt ends with the first mark. Reasoning without a second mark is all of the text.
+    `begun`: the prompt leaves reasoning open (True), or has closed it. Reasoning without a second mark is all of the
+    text.
     """
     before, closed, after = text.partition(marks[1])
-    begun = begun or (bool(closed) and marks[0] not in before)
-    if not begun and not before.lstrip().startswith(marks[0]):
+    inside = begun or (begun is None and bool(closed) and marks[0] not in before)
+    if not inside and not before.lstrip().startswith(marks[0]):
         return None, text
     return before.lstrip().removeprefix(marks[0]).strip("\n"), after.lstrip("\n") if closed else ""
 

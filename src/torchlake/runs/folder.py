@@ -73,8 +73,6 @@ MAY_CHANGE = (
     "train.micro_batch_tokens",
     "track",
 )
-# A run may continue with larger values of these, null being the largest.
-LENGTHS = location.LENGTHS
 # Another machine may find the same tables and checkpoints under other paths.
 LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
@@ -133,15 +131,15 @@ def _conflict(folder: Path, job: Job) -> str | None:
         differing = _differences(before, job)
         if not differing or not is_trained(folder, before):
             return None
-        if location.shorter(*(flat(each.model_dump(mode="json")) for each in (before, job))) is None:
-            others = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
-            if not others:
-                return _ended(folder, job)
+        differing = location.reasons(differing, *(flat(each.model_dump(mode="json")) for each in (before, job)))
+        if not differing:
+            return _ended(folder, job)
         return (
             f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\n"
             "To train the changed job, name another run folder (--run FOLDER), or let one be chosen (--run auto). "
             "To start again in this one, delete it. "
-            f"A run may continue with more {' or '.join(LENGTHS)}, and with other values of: {', '.join(MAY_CHANGE)}."
+            f"A run may continue with more {' or '.join(location.LENGTHS)}, and with other values of: "
+            f"{', '.join(MAY_CHANGE)}."
         )
     foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if not foreign:

@@ -120,6 +120,7 @@ class ScoringSettings:
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
             marks=self.prompts.marks,
+            continues=self.prompts.continue_final_message,
             logprobs=None if self.generation is None else self.generation.logprobs,
             structure=None if self.generation is None else self.generation.structure,
             embedding=self.embedding,

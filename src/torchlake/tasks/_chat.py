@@ -248,6 +248,10 @@ def chat_requests(
         if request.messages[-1]["role"] == "assistant":
             if options.continue_final_message:
                 want = "continue"
+                if request.messages[-1].get("tool_calls") and not request.messages[-1]["content"]:
+                    del requests[row]
+                    errors[row] = "bad_chat: its last message calls tools and has no text to continue"
+                    continue
             else:
                 _warn_of_second_answers()
         head = len(system_of(request.messages))

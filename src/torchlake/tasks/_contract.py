@@ -46,6 +46,8 @@ class ColumnOptions:
     "Strings that end a generated text."
     marks: tuple[str, str] | None = None
     "What is before and after reasoning in a generated text; None: it is not looked for."
+    continues: bool = False
+    "Whether texts may continue a message, in whose reasoning they may begin."
     structure: Structure | None = None
     "What a generated text has to fit."
     embedding: str = "float32"

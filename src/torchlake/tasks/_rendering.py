@@ -155,7 +155,7 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
     if not tokenizer.chat_template:
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])]  # for tools it may be another
+    sources = [_source(tokenizer, tools) for tools in (None, [])]  # for tools it may be another
     time = getattr(tokenizer, "time_of_job", None)
     template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special), time], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
@@ -176,6 +176,14 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
                 if exceeded >= MAX_CONSECUTIVE_LIMITS:
                     break
     return found
+
+
+def _source(tokenizer: Any, tools: list[Any] | None) -> str:
+    """Return the template of conversations; one that says why for a tokenizer that has none for them."""
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError as error:  # it has several, without a default
+        return f"{{{{ raise_exception({json.dumps(str(error))}) }}}}"
 
 
 def _answers(template_key: str, lines: Sequence[bytes]) -> list[list[Rendered] | ValueError]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.features import INPUT_IDS, Features
+from torchlake.data.features import INPUT_IDS
 from torchlake.errors import UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
@@ -118,7 +118,7 @@ class WritingTask(BaseTask):
             found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
             text = text[:place]
             if options.marks is not None and structure is None:
-                begun = options.features is not None and _ends_with(processor, options.features, row, options.marks[0])
+                begun = _begun(processor, options, row)
                 found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)
             found["generated_text"] = text
             found["finish_reason"] = "length" if place is None and END not in answer else "stop"
@@ -176,8 +176,20 @@ def _chosen(
     return pa.table({name: shares[name] if name in shares else found[name] for name in schema.names}, schema=schema)
 
 
-def _ends_with(tokenizer: Any, features: Features, row: int, mark: str) -> bool:
-    """Return whether a row's prompt ends with a mark, except for space."""
-    ids: Any = features.arrays[INPUT_IDS]
-    last = ids.values[max(ids.offsets[row], ids.offsets[row + 1] - MARK_TOKENS) : ids.offsets[row + 1]]
-    return bool(tokenizer.decode(last).rstrip().endswith(mark))
+def _begun(tokenizer: Any, options: ColumnOptions, row: int) -> bool | None:
+    """Return whether a row's prompt leaves reasoning open, or has closed it; None: neither.
+
+    A prompt ends with a mark, but for space. The beginning of an answer that is continued has it anywhere after the
+    prompt's last added token, which is that of a role.
+    """
+    if options.features is None or options.marks is None:
+        return None
+    ids: Any = options.features.arrays[INPUT_IDS]
+    own = ids.values[ids.offsets[row] : ids.offsets[row + 1]]
+    if options.continues:
+        roles = {token for token, each in tokenizer.added_tokens_decoder.items() if str(each) not in options.marks}
+        last = next((place for place in range(len(own) - 1, -1, -1) if int(own[place]) in roles), -1)
+        opened, closed = map(tokenizer.decode(own[last + 1 :]).rfind, options.marks)
+        return None if opened == closed else opened > closed
+    text = tokenizer.decode(own[-MARK_TOKENS:]).rstrip()
+    return next((first for first, mark in zip((True, False), options.marks, strict=True) if text.endswith(mark)), None)

@@ -139,9 +139,7 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
     now = {**job.model_dump(mode="json"), "folds": folds}
     old = {**load_job(None, **before["job"]).model_dump(mode="json"), "folds": before["folds"]}
     old["data"], now["data"] = ({**one["data"], "train": None} for one in (old, now))  # each run compares its table
-    differing = run_folder.differences(old, now)
-    if location.shorter(flat(old), flat(now)) is None:
-        differing = [line for line in differing if line.split(":")[0].strip() not in run_folder.LENGTHS]
+    differing = location.reasons(run_folder.differences(old, now), flat(old), flat(now))
     if differing:
         raise FingerprintError(
             f"{folder}: holds another cross-validation. It differs in\n" + "\n".join(differing) + "\nName another "

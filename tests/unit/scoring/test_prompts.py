@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +18,7 @@ import torchlake as tl
 from torchlake import failpoints, plugins
 from torchlake.errors import FingerprintError, TableError, TorchlakeError, UsageError
 from torchlake.models.generation import without_reasoning
-from torchlake.tasks import _rendering
+from torchlake.tasks import ColumnOptions, _rendering
 from torchlake.tasks._prompts import with_prompts
 
 TEMPLATE = (
@@ -214,14 +215,55 @@ def test_options_without_effect_are_named(model: Path, tiny_bert: Path, caplog: 
 @pytest.mark.parametrize(
     ("text", "begun", "reasoning", "answer"),
     [
-        ("<think>\na\n</think>\n\nb", False, "a", "b"),
+        ("<think>\na\n</think>\n\nb", None, "a", "b"),
         ("a</think>b", True, "a", "b"),
-        ("a</think>b", False, "a", "b"),
-        ("<think>a", False, "a", ""),
+        ("a</think>b", None, "a", "b"),
+        ("a</think>b", False, None, "a</think>b"),
+        ("<think>a", None, "a", ""),
+        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
         ("a", True, "a", ""),
-        ("a <think>b</think>", False, None, "a <think>b</think>"),
-        ("a", False, None, "a"),
+        ("a <think>b</think>", None, None, "a <think>b</think>"),
+        ("a", None, None, "a"),
     ],
 )
-def test_reasoning_is_between_marks(text: str, begun: bool, reasoning: str | None, answer: str) -> None:
+def test_reasoning_is_between_marks(text: str, begun: bool | None, reasoning: str | None, answer: str) -> None:
     assert without_reasoning(text, ("<think>", "</think>"), begun=begun) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "reasoning", "answer"),
+    [
+        ("<user> hi </s><assistant><think>\n", False, "a", ""),
+        ("<user> hi </s><assistant><think>\n\n</think>\n\n", False, None, "a</think>"),
+        ("<user> hi </s><assistant>", False, "a", ""),
+        ("<user> <think> </s><assistant> <think>well", True, "a", ""),
+        ("<user> <think> </s><assistant> <think>well</think> it", True, None, "a</think>"),
+        ("<user> <think> </s><assistant> it", True, "a", ""),
+    ],
+)
+def test_reasoning_may_be_open_or_closed_in_the_prompt(
+    model: Path, prompt: str, continues: bool, reasoning: str | None, answer: str
+) -> None:
+    """An answer that closes reasoning: its text before is not reasoning if the prompt has closed it already."""
+    task, tokenizer = plugins.load("tasks", "text_generation"), AutoTokenizer.from_pretrained(model)
+    features = task.features({"text": pa.array([prompt])}, tokenizer, tiny.SPEC, chat=True)
+    options = ColumnOptions(marks=("<think>", "</think>"), features=features, continues=continues)
+    [row] = task.output_columns(
+        np.array([tokenizer("a</think>")["input_ids"]]), tokenizer, tiny.SPEC, options
+    ).to_pylist()
+    assert (row["reasoning"], row["generated_text"]) == (reasoning, answer)
+    if options.continues and "<think>well" in prompt and reasoning:
+        [row] = task.output_columns(np.array([tokenizer("a")["input_ids"]]), tokenizer, tiny.SPEC, options).to_pylist()
+        assert (row["reasoning"], row["generated_text"]) == ("a", ""), "it was cut before the mark"
+
+
+def test_a_call_of_tools_is_not_continued(model: Path) -> None:
+    """Its text is empty, and transformers refuses one without text; what is continued would lose the call."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]
+    turns[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]  # type: ignore[assignment]
+    table = pa.table({"messages": [json.dumps(turns), json.dumps(turns[:1])]})
+    found = written(model, table, continue_final_message=True, chat=True)
+    assert [error for *_, error in found] == [
+        "bad_chat: its last message calls tools and has no text to continue",
+        None,
+    ]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from sweeps import sweep
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.batching import Ragged
 from torchlake.engines.local import Local
+from torchlake.models import folders
 from torchlake.tasks import _chat, _rendering
 from torchlake.tasks._whole_rows import whole_rows
 
@@ -213,3 +216,44 @@ def test_a_bad_conversation_costs_itself(tmp_path: Path, tiny_gpt2: Path) -> Non
     )
     errors = [row["error"] for row in pq.read_table(tmp_path / "out").to_pylist()]
     assert errors == [None, f"chat_limit: the template {TIME}", None]
+
+
+TOOL_USE, PLAIN = (
+    "{% for m in messages %}tools {{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+)
+TEMPLATES: dict[str, tuple[Any, dict[str, str]]] = {
+    "config": (PLAIN, {}),
+    "replaced": ("{{ 1 / 0 }}", {"chat_template": PLAIN}),
+    "several": ([{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOL_USE}], {}),
+    "tools beside a default": ("{{ 1 / 0 }}", {"chat_template": PLAIN, "additional_chat_templates/tool_use": TOOL_USE}),
+    "a default beside": (None, {"additional_chat_templates/default": PLAIN}),
+    "tools alone": (PLAIN, {"additional_chat_templates/tool_use": TOOL_USE}),
+    "tools alone, in a list": ([{"name": "tool_use", "template": TOOL_USE}], {}),
+}
+
+
+@pytest.mark.parametrize("place", TEMPLATES)
+def test_the_template_is_the_one_that_transformers_chooses(tmp_path: Path, tiny_gpt2: Path, place: str) -> None:
+    """A row for which there is none, because several have no default, is an error; the others are rendered."""
+    folder, (named, files) = tmp_path / "model", TEMPLATES[place]
+    shutil.copytree(tiny_gpt2, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    for name, template in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.jinja").write_text(template)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    requests = [_rendering.Request(messages=CHAT, tools=each, want="whole") for each in (tools, None)]
+    for request, found in zip(requests, _rendering.render(tokenizer, requests), strict=True):
+        if isinstance(found, ValueError):
+            with pytest.raises(ValueError, match=re.escape(str(found))):
+                tokenizer.apply_chat_template(CHAT, tools=request.tools, tokenize=False)
+        else:
+            assert found[0].text == tokenizer.apply_chat_template(CHAT, tools=request.tools, tokenize=False)
+    text = folders.chat_template(folder)
+    assert text is not None
+    assert "1 / 0" not in text, "no template that is not used"
+    assert ("tools" in text) == (tokenizer.get_chat_template(tools=tools) == TOOL_USE)

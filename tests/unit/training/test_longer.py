@@ -78,10 +78,13 @@ def test_more_steps_continue_a_run_and_fewer_are_another_job(tmp_path: Path, tin
         ({"epochs": 1}, "train.epochs: 2 -> 1"),
         ({"epochs": 3}, "has reached train.max_steps=5. Raise it as well"),
         ({"epochs": 3, "learning_rate": 1e-5}, "train.learning_rate"),
+        ({"epochs": 3, "max_steps": 4}, "train.max_steps: 5 -> 4"),
     ):
         refused = runs.attempt(tmp_path / "run", {**sections, "train": {**sections["train"], **changed}})
         assert "FingerprintError" in refused.error
         assert words in refused.error
+        listed = refused.error.partition("differs in")[2].partition("To train")[0]
+        assert "train.epochs: 2 -> 3" not in listed, "more epochs alone are not another job"
         assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 5
     longer = {**sections, "train": {**sections["train"], "max_steps": None}}
     # Killed after its result was removed: it continues with either job.
