@@ -1,5 +1,6 @@
 """The page of a comparison, compare.html: differences, tests, rows won and lost; of runs, settings and curves."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +29,14 @@ def write_comparison(folder: Path, facts: Mapping[str, Any], lists: Sequence[Map
 def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapping[str, Any]]) -> str:
     """Return the page."""
     about = facts["about"]
-    differences = [
-        {"metric": one["metric"], "model": one["model"], "first": f"{one['first']:.4f}", "value": f"{one['value']:.4f}"}
-        | {"difference": f"{one['difference']:+.4f}", "95 % interval": f"{one['low']:+.4f} to {one['high']:+.4f}"}
-        | {"verdict": verdict(one)}
-        for one in facts["differences"]
-    ]
+    differences = []
+    for one in facts["differences"]:
+        known = {name: math.nan if value is None else value for name, value in one.items()}  # as JSON has NaN
+        entry = {name: known[name] for name in ("metric", "model")}
+        entry |= {name: f"{known[name]:.4f}" for name in ("first", "value")}
+        entry |= {"difference": f"{known['difference']:+.4f}"}
+        entry |= {"95 % interval": f"{known['low']:+.4f} to {known['high']:+.4f}", "verdict": verdict(known)}
+        differences.append(entry)
     sections: list[Section] = [
         ("full", "Differences from the first model", "grid", differences),
         ("full", "Rows", "parts", _pairs(facts["pairs"])),
@@ -66,7 +69,9 @@ def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapp
 
 
 def verdict(one: Mapping[str, Any]) -> str:
-    """Return better, worse, or that the interval includes no difference."""
+    """Return better, worse, or that the interval includes no difference or is none."""
+    if math.isnan(one["low"] + one["high"]):
+        return "undefined"
     if one["low"] <= 0 <= one["high"]:
         return "no difference shown"
     return "better" if (one["low"] > 0) == (one["better"] == "higher") else "worse"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.reporting import figures
-from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, given, render_page, shown_rows
+from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, given, render_page, shortened, shown_rows
 
 SCORES = 200
 "Classes whose scores are shown."
@@ -258,13 +258,20 @@ def _slices(found: Mapping[str, Any] | None, kind: str) -> list[tuple[str, Any]]
     if not found:
         return []
     table = [
-        {"slice": one["slice"], "value": one["value"], "rows": one["rows"], found["unit"]: _number(one["mean"])}
+        {
+            "slice": one["slice"],
+            "value": shortened(one["value"]),
+            "rows": one["rows"],
+            found["unit"]: _number(one["mean"]),
+        }
         | ({"perplexity": _perplexity(one["mean"])} if kind == "language" else {})
         | {"95 % interval": _range(one["low"], one["high"]), "lost": f"{one['lost']:+.1f}"}
         | {"note": "few rows" if one["small"] else ""}
         for one in found["slices"]
     ]
+    cut = [f"{values:,} values of {name}" for name, values in found.get("cut", {}).items()]
     lines = [
+        *([f"Only the most frequent of {', '.join(cut)} were looked at."] if cut else []),
         f"{found['looked_at']:,} slices were looked at, and some look bad by chance: these are proposals, not proof.",
         "Lost: what a slice loses against the average of all rows.",
     ]

@@ -21,7 +21,7 @@ from torchlake.evaluation.compare import compare, holm, mcnemar
 from torchlake.evaluation.sections import sums
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.sums import drawn, groups_of
-from torchlake.reporting.comparison import distinct_names
+from torchlake.reporting.comparison import distinct_names, render_comparison
 
 LABELS = ("ant", "bee", "cat")
 
@@ -197,6 +197,9 @@ def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_pat
         undefined = replace(found.differences[0], **{name: math.nan})
         with pytest.raises(DataError, match=r"accuracy is .* nobody can say whether it is worse"):
             replace(found, differences=(undefined, *found.differences[1:])).worse("accuracy")
+    nothing = replace(undefined, low=math.nan)
+    page = Page(render_comparison({**replace(found, differences=(nothing,)).to_json(), "written": "now"}, {}, []))
+    assert "undefined" in page.text
 
 
 def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(

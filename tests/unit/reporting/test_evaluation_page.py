@@ -6,8 +6,10 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,20 +24,32 @@ from torchlake.evaluation.labeled import measured
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.spans import entities
 from torchlake.reporting import page as frame
+from torchlake.reporting.report import report
+from torchlake.runs.folder import FOLDS
 
 ATTACK = "<script>alert(1)</script>"
 LABELS = (ATTACK, "גמל", "cat 🐈")
 WIDTHS = (375, 768, 1280)
+NAMES = (ATTACK, 'a.b."c"\'d', "🐈" * 60, "שלום עולם " * 8, "x" * 300, "a\nb\tc", "")
 
 
-def evaluated(folder: Path, rows: int, classes: int, texts: list[str] | None = None, **options: Any) -> str:
+def evaluated(
+    folder: Path,
+    rows: int,
+    classes: int,
+    texts: list[str] | None = None,
+    slices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    **options: Any,
+) -> str:
     labels = [*LABELS, *(f"class {at}" for at in range(classes))][:classes]
     truth = np.random.default_rng(0).integers(0, classes, rows)
     scored = made.scored_classes(made.chances_of(truth, classes, accuracy=0.7), truth, labels)
     if texts is not None:
         cycle = [texts[row % len(texts)] for row in range(rows)]
         scored = scored.set_column(scored.schema.get_field_index("text"), "text", pa.array(cycle))
-    made.evaluated(folder, scored, made.classes_spec(labels), hints=True, **options)
+    for name, values in slices.items():
+        scored = scored.append_column(name, pa.array([values[row % len(values)] for row in range(rows)]))
+    made.evaluated(folder, scored, made.classes_spec(labels), slices=list(slices), hints=True, **options)
     return (folder / "eval.html").read_text()
 
 
@@ -91,6 +105,16 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     assert "Threshold" not in content
     assert "Predicted against true" not in content
     assert "If the least sure rows go to a person" in content
+
+
+def test_slices_of_any_name_and_of_many_values(tmp_path: Path) -> None:
+    columns = {name: [*NAMES, "long " * 20_000] for name in NAMES} | {"many": [f"value {at}" for at in range(300)]}
+    content = evaluated(tmp_path, 300, 2, slices=columns)
+    page = Page(content)
+    assert "Only the most frequent of 300 values of many were looked at." in page.text
+    assert all(name in page.text for name in NAMES)
+    assert content.count(ATTACK) == 0
+    assert len(content) < 400_000
 
 
 @pytest.mark.usefixtures("page_libraries")
@@ -201,8 +225,23 @@ def in_browser(folder: Path, content: str, width: int, expression: str) -> str:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.usefixtures("page_libraries")
 def test_nothing_overflows_in_a_browser(tmp_path: Path, width: int) -> None:
-    content = evaluated(tmp_path, 300, 3, [ATTACK, "שלום עולם", "unbroken" * 500, "plain"])
+    slices = dict.fromkeys(NAMES, NAMES)
+    content = evaluated(tmp_path, 300, 3, [ATTACK, "שלום עולם", "unbroken" * 500, "plain"], slices)
     needed, inside = in_browser(tmp_path, content, width, "document.documentElement.scrollWidth+' '+innerWidth").split()
+    assert int(needed) <= int(inside)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_the_page_of_a_cross_validation_fits_a_phone(tmp_path: Path) -> None:
+    """Its main number is long: a mean and its deviation."""
+    job = {"model": {"task": "text_classification", "base": "bert"}}
+    (tmp_path / FOLDS).write_text(json.dumps({"folds": 3, "job": job}))
+    result = {"metric": "macro_f1", "metrics": {"macro_f1": 0.5}, "deviations": {"macro_f1": 0.05}, "folds": []}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    content = report(tmp_path).read_text()
+    assert "0.5000 ± 0.0500" in content
+    needed, inside = in_browser(tmp_path, content, 375, "document.documentElement.scrollWidth+' '+innerWidth").split()
     assert int(needed) <= int(inside)
 
 

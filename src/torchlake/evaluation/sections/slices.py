@@ -33,23 +33,23 @@ def refuse_slices(schema: pa.Schema, names: Sequence[str]) -> None:
 
 
 def by_slice(rows: JudgedRows, names: Sequence[str]) -> dict[str, Any]:
-    """Return the slices that lose the most rows (of numbers and texts: loss), compared with the average; and how many
-    there are."""
+    """Return the slices that lose the most rows (of numbers and texts: loss), compared with the average; how many were
+    looked at; and of `cut` columns, whose rare values were not, the number of values."""
     right, losses = None if rows.kind == "texts" else rows.right, rows.numbers("loss")
     values = losses if right is None else right.astype(np.float64)
-    sign = 1 if right is None else -1
+    sign, cut = 1 if right is None else -1, dict[str, int]()
     found = [
         {"slice": name, "value": value, **interval(values[same], right is not None)}
         | {"lost": float(sign * (values[same].mean() - values.mean()) * same.sum())}
-        for name, value, same in _slices(rows, names)
+        for name, value, same in _slices(rows, names, cut)
         if 0 < same.sum() < len(same)
     ]
     found.sort(key=lambda entry: -entry["lost"])
     unit = "mean loss" if right is None else "share right"
-    return {"looked_at": len(found), "unit": unit, "slices": found[:SLICES_SHOWN]} if found else {}
+    return {"looked_at": len(found), "cut": cut, "unit": unit, "slices": found[:SLICES_SHOWN]} if found else {}
 
 
-def _slices(rows: JudgedRows, names: Sequence[str]) -> Iterator[tuple[str, str, np.ndarray]]:
+def _slices(rows: JudgedRows, names: Sequence[str], cut: dict[str, int]) -> Iterator[tuple[str, str, np.ndarray]]:
     """Yield the column, the value and the rows (N,) bool of each slice; a row is in that of each item of a list."""
     for name in names:
         column, members = rows.table[name].combine_chunks(), np.arange(len(rows.table))
@@ -60,6 +60,7 @@ def _slices(rows: JudgedRows, names: Sequence[str]) -> Iterator[tuple[str, str, 
         codes = column.cast(pa.string()).dictionary_encode("encode")
         places, values = codes.indices.to_numpy(), codes.dictionary.to_pylist()
         counts = np.bincount(places, minlength=len(values))
+        cut |= {name: len(values)} if len(values) > SLICE_VALUES else {}
         for at in sorted(range(len(values)), key=lambda at: (-counts[at], str(values[at])))[:SLICE_VALUES]:
             same = np.zeros(len(rows.table), dtype=bool)
             same[members[places == at]] = True
