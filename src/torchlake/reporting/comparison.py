@@ -69,7 +69,7 @@ def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapp
 
 
 def verdict(one: Mapping[str, Any]) -> str:
-    """Return better, worse, or that the interval includes no difference or is none."""
+    """Return better, worse, that the interval includes no difference, or that there is no interval."""
     if math.isnan(one["low"] + one["high"]):
         return "undefined"
     if one["low"] <= 0 <= one["high"]:
