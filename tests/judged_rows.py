@@ -15,7 +15,7 @@ from torchlake.evaluation.sections.rows import FILE, RowColumns, judged_parts, k
 from torchlake.models.load import TaskSpec
 
 NUMBERS = replace(tiny.SPEC, labels=(), problem="regression")
-ABOUT = {"model": "model", "task": "text_classification", "table": "table.parquet"}
+ABOUT = {"model": "model", "task": "text_classification", "table": "table.parquet", "columns": ["text"]}
 
 
 def classes_spec(labels: Sequence[str]) -> TaskSpec:

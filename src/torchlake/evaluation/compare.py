@@ -31,6 +31,7 @@ from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import DIRECTIONS
+from torchlake.models.folders import model_hash
 from torchlake.reporting.comparison import write_comparison
 from torchlake.runs import metrics_log
 from torchlake.tables.failures import format_reasons
@@ -166,6 +167,9 @@ def _evaluation_of(model: Path) -> Path:
     """Return the folder of an evaluation: `model` itself, or of a run that of its validation rows."""
     for folder in (model, model / RUN_PAGE):
         if (folder / FACTS).is_file():
+            measured, now = atomic_io.read_json(folder / FACTS).get("identity", {}).get("model"), model / "model"
+            if folder != model and measured and now.is_dir() and model_hash(now) != measured:
+                raise DataError(f"{now}: the model was replaced after its evaluation. Give a table (--table).")
             return folder
     if (model / "job.yaml").is_file():
         raise UsageError(

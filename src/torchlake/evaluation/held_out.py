@@ -27,6 +27,7 @@ from torchlake.evaluation.sections.judged import JudgedRows, read_judged
 from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, judged_parts, kind_of, write_rows
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts
+from torchlake.models.folders import model_hash
 from torchlake.runs import folder as run_folder
 from torchlake.scoring.workers.output import non_finite_rows
 from torchlake.storage.spread import Spread
@@ -110,7 +111,9 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
         "rows": "the validation rows",
     }
     made |= {"label": spec.label, "columns": list(spec.input_columns)}
-    publish(folder, found, kind=kind, identity={"run": str(run)}, made=made, hints=by)
+    publish(
+        folder, found, kind=kind, identity={"run": str(run), "model": model_hash(run / "model")}, made=made, hints=by
+    )
 
 
 def _confusion(judged: JudgedRows) -> list[list[int]] | None:

@@ -38,12 +38,14 @@ ADAPTER = "adapter"
 IMAGE_FILES = ("processor_config.json", "preprocessor_config.json")
 "The files of an image processor; the first that has one counts."
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+VOCABULARY_FILES = ("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*.codes")
+"Vocabularies in formats of their own, as transformers' tokenizers name them."
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", *VOCABULARY_FILES)
 HUB_REFUSED = ("[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "*/*/*")
 "What `check_folder` would refuse: files in folders other than numbered ones and the one of further chat templates."
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "*.model", CHAT_TEMPLATE,
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json",
+    "normalizer.json", "vocab.txt", "merges.txt", "dict.txt", *VOCABULARY_FILES, CHAT_TEMPLATE,
 )  # fmt: skip
 # The layout of sentence-transformers: numbered folders hold pooling and what follows it.
 EMBEDDING_FILES = (*FILES, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")

@@ -24,7 +24,7 @@ import numpy as np
 
 from torchlake.errors import DataError, UnsafeError, need_library
 from torchlake.models.adapters import base
-from torchlake.models.folders import INDEX, WEIGHTS, weight_files
+from torchlake.models.folders import INDEX, VOCABULARY_FILES, WEIGHTS, weight_files
 
 MAX_ENTRIES = 10_000
 MAX_DEPTH = 64
@@ -32,7 +32,7 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_VOCABULARY_BYTES = 128 << 20
 MAX_HEADER_BYTES = 16 << 20
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
-VOCABULARY_SUFFIXES = frozenset({".txt", ".model"})
+VOCABULARY_SUFFIXES = frozenset({".txt", *(one[1:] for one in VOCABULARY_FILES)})
 
 # Formats whose usual loader is pickle. An OpenVINO `x.bin` beside its `x.xml` is raw numbers, and allowed; so is
 # CTranslate2's `model.bin` among the exports of runtimes, by its first bytes.

@@ -163,7 +163,7 @@ def optimize(
     runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
     spec = with_columns(known_spec(folder, task), folder, **columns)
-    _check_comparable(folder, plugins.load("tasks", spec.task))
+    _check_comparable(folder, plugins.load("tasks", spec.task), label)
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
     settings, spec, _ = scoring_settings(folder, REFERENCE, generation, task=task, **columns)
     if settings.generation is None:
@@ -204,9 +204,11 @@ def _draw_prompts(
     return settings, Sample(rows=prompts, targets=None, calibration=prompts.slice(0, 0))
 
 
-def _check_comparable(folder: Path, task: Task) -> None:
+def _check_comparable(folder: Path, task: Task, label: str | None) -> None:
     """Raise UsageError for a task whose answers cannot be compared: they are neither classes, nor numbers, nor
-    vectors, nor texts."""
+    vectors, nor texts; and for a label of texts."""
+    if task.generates and label is not None:
+        raise UsageError(f"label: {task.name} is compared with the texts of {REFERENCE}; leave it out.")
     classes = task.has_labels and type(task).output_columns is Task.output_columns
     if not classes and not task.generates and task.name != EMBEDS:
         raise UsageError(f"{folder}: {task.name} runs only under {REFERENCE}; there is nothing to choose from.")

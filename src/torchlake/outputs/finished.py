@@ -103,8 +103,10 @@ def _is_commit(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
 def is_lost(found: FoundAtTarget, names: Sequence[str]) -> bool:
     """Return whether one of these commits was made, and all of its rows are gone from the table."""
     table = as_table(found.target)
-    made = [] if table is None else [name for name in names if found.target.has(found.snapshot, name)]
-    for name in made if table is not None else ():
+    if table is None:
+        return False
+    made = [name for name in names if found.target.has(found.snapshot, name)]
+    for name in made:
         if name not in found.lost:
             found.lost[name] = table.lost(found.snapshot, name) or _has_no_key(found, name)
     return any(found.lost[name] for name in made)

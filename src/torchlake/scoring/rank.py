@@ -101,6 +101,8 @@ def rank(
     if engine_of(table) is not None:
         raise UsageError("rank takes stored tables and frames in memory: save the frame as Parquet first.")
     if is_frame(table) and output is None:
+        if key is not None or columns:
+            raise UsageError("key, columns: for a stored table and its output; a frame comes back with all it had.")
         return _rank_frame(table, scoring, query, score)
     if output is None:
         raise UsageError("rank: a stored table needs an output: rank(model, table, output).")

@@ -176,4 +176,4 @@ def identity(source: str) -> tuple[Any, ...] | None:
         parts = [(entry.name, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
     except (TorchlakeError, OSError):
         return None
-    return str(folder), *sorted((name, it.st_ino, it.st_size, it.st_mtime_ns) for name, it in parts)
+    return str(folder), *sorted((name, it.st_ino, it.st_size, it.st_ctime_ns) for name, it in parts)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchlake.evaluation.compare import compare, holm, mcnemar
 from torchlake.evaluation.sections import sums
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.sums import drawn, groups_of
+from torchlake.models.folders import model_hash
 from torchlake.reporting.comparison import distinct_names, render_comparison
 
 LABELS = ("ant", "bee", "cat")
@@ -200,6 +202,31 @@ def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_pat
     nothing = replace(undefined, low=math.nan)
     page = Page(render_comparison({**replace(found, differences=(nothing,)).to_json(), "written": "now"}, {}, []))
     assert "undefined" in page.text
+
+
+def test_rows_whose_texts_were_replaced_are_not_compared(truth: np.ndarray, tmp_path: Path) -> None:
+    """Their keys and labels are the same."""
+    scored = made.scored_classes(made.chances_of(truth, 3, accuracy=0.7), truth, LABELS)
+    texts = scored["text"].to_pylist()
+    other = scored.set_column(scored.column_names.index("text"), "text", [[*texts[:-1], "another text"]])
+    for name, rows in (("one", scored), ("two", other)):
+        made.evaluated(tmp_path / name, rows, made.classes_spec(LABELS))
+    with pytest.raises(DataError, match="one and .*two: their rows have other values of 'text' under the same keys"):
+        compare(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_run_whose_model_was_replaced_is_not_compared(truth: np.ndarray, tmp_path: Path) -> None:
+    one = evaluation(tmp_path / "one", truth, made.chances_of(truth, 3, accuracy=0.7))
+    run, model = tmp_path / "run", tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "bert"}')
+    shutil.copytree(one, run / "eval")
+    facts = json.loads((one / "eval.json").read_text()) | {"identity": {"model": model_hash(model)}}
+    (run / "eval" / "eval.json").write_text(json.dumps(facts))
+    assert compare(one, run).rows == 500
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(DataError, match="model: the model was replaced after its evaluation"):
+        compare(one, run)
 
 
 def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(

@@ -1,5 +1,6 @@
 """A commit that the caller names is made once, whatever becomes of the order of its rows and of its first attempt."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
     monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/warehouse")
     monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # frames wait in a folder named after the table
     lake = pyiceberg.catalog.load_catalog("lake")
     lake.create_namespace("films")
 

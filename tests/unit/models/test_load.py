@@ -1,11 +1,13 @@
 """Model folders: what is written can be read, by transformers too, and what is wrong is said."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,22 @@ def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "model" / "manifest.json").unlink()
     (tmp_path / "model" / "README.md").write_text("another card")
     assert folders.model_hash(tmp_path / "model") == folders.model_hash(tiny_model)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.model", "source.spm", "target_vocab.json", "o200k.tiktoken", "bpe.codes", "dict.txt"]
+)
+def test_an_edited_vocabulary_is_another_tokenizer(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """Of the same size and time; exports copy it, and it is downloaded with a model of the Hub."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / name).write_text("{}" if name.endswith("json") else "ab")
+    before, time = (folders.model_hash(model), folders.tokenizer_hash(model)), (model / name).stat().st_mtime_ns
+    (model / name).write_text("[]" if name.endswith("json") else "ba")
+    os.utime(model / name, ns=(time, time))
+    after = (folders.model_hash(model), folders.tokenizer_hash(model))
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    assert any(fnmatch(name, pattern) for pattern in folders.HUB_FILES)
 
 
 def test_further_chat_templates_are_part_of_the_hash(tmp_path: Path, tiny_model: Path) -> None:

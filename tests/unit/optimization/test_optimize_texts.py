@@ -126,3 +126,9 @@ def test_options_of_texts_are_refused_for_a_classifier(tiny_bert: Path, tmp_path
     classifier = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
     with pytest.raises(UsageError, match="for text generation only"):
         tl.optimize(classifier, pa.table({"text": ["good"]}), max_new_tokens=3, engine=tiny.Here())
+
+
+def test_a_label_is_refused_for_texts(tmp_path: Path) -> None:
+    model = tiny.build_language_model(tmp_path / "model")
+    with pytest.raises(UsageError, match="label: text_generation is compared with the texts of eager"):
+        tl.optimize(model, pa.table({"prompt": ["a"], "answer": ["b"]}), label="answer")

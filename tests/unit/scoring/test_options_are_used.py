@@ -1,9 +1,12 @@
 """No option is accepted and ignored: it changes the result, is refused, or is known to have no effect on rows.
 
-A new option of `predict`, `map` or `rank` needs an entry here: what it does to a small job, by function.
+A new option of `predict`, `map`, `rank`, `evaluate` or `plan` needs an entry here: what it does to a small job.
 """
 
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake.config.options import PredictOptions
+from torchlake.config.options import EvaluateOptions, PredictOptions
 from torchlake.errors import TorchlakeError
 from torchlake.jobs.map import MapOptions
+from torchlake.scoring.rank import RankOptions
 
 ROWS = tiny.reviews(12).drop_columns("label")
 CHANGES, REFUSED, NO_EFFECT = "changes", "refused", "no effect"
@@ -113,6 +117,61 @@ MAPPED = {"gpus_per_process": NO_EFFECT, "max_error_rate": NO_EFFECT}
 "What the function of `map` does otherwise: it fails for no row, and this engine has no GPUs to give."
 
 
+TEXTS = tiny.reviews(12)["text"].to_pylist()
+PAIRS = pa.table(
+    {
+        "id": range(12),
+        "q": [TEXTS[number // 4] for number in range(12)],
+        "d": [None, *TEXTS[1:]],
+        "other": TEXTS[::-1],
+    }
+)
+RANKED: dict[str, tuple[Any, str, str]] = {
+    "query": ("other", CHANGES, CHANGES),
+    "document": ("other", CHANGES, CHANGES),
+    "relevant": ("bad", CHANGES, CHANGES),
+    "key": ("id", CHANGES, REFUSED),
+    "columns": (["other"], CHANGES, REFUSED),
+    "runtime": ("eager", CHANGES, NO_EFFECT),  # the names of files; the scores are the same to four digits
+    "engine": (tiny.Here(), NO_EFFECT, NO_EFFECT),
+    "all_probabilities": (True, REFUSED, REFUSED),
+    "prefix": ("is_", REFUSED, REFUSED),
+    "text_pair": ("d", REFUSED, REFUSED),
+    "commit_id": ("one", REFUSED, REFUSED),
+    "format": ("delta", REFUSED, REFUSED),
+}
+"As GIVEN; the names are those of `rank`, and options that it does otherwise than `predict`."
+EVALUATED: dict[str, tuple[Any, str, str]] = {
+    "text": ("other", CHANGES, CHANGES),
+    "label": ("other", REFUSED, REFUSED),  # the model does not know these labels
+    "text_pair": ("other", REFUSED, REFUSED),
+    "inputs": ({"image": "text"}, REFUSED, REFUSED),
+    "task": ("text_classification", NO_EFFECT, NO_EFFECT),
+    "engine": (tiny.Here(), NO_EFFECT, NO_EFFECT),
+    "runtime": ("eager", NO_EFFECT, NO_EFFECT),
+    "reference": ("a", REFUSED, REFUSED),
+    "key": ("id", REFUSED, CHANGES),
+    "slices": (["id"], REFUSED, CHANGES),
+    "no_texts": (True, REFUSED, CHANGES),
+    "label_hints": (True, REFUSED, CHANGES),
+    "overwrite": (True, REFUSED, NO_EFFECT),
+}
+"As GIVEN, without and with `report`."
+PLANNED: dict[str, tuple[Any, str]] = {
+    "processes": (2, CHANGES),
+    "gpu_memory": ("8GiB", CHANGES),
+    "overrides": (["train.epochs=3"], CHANGES),
+    "bandwidth": ("1GB", CHANGES),
+    "latency": (0.5, CHANGES),
+    "flops": ("2T", CHANGES),
+    "sample_rows": (5, CHANGES),
+}
+
+
+PLAIN = dict[str, Any]()
+"The result of each small job without an option; it is run once."
+
+
 def make_function() -> Callable[[pa.Table], pa.Table]:
     return lambda batch: pa.table({"same": batch["text"]})
 
@@ -152,10 +211,12 @@ def contents(folder: Path) -> Any:
     return kind, found.schema, rounded(found.sort_by(found.column_names[0])), names, named
 
 
-def effect(run: Callable[..., Any], name: str) -> str:
-    plain = run()
+def effect(run: Callable[..., Any], name: str, value: Any) -> str:
+    if run.__qualname__ not in PLAIN:
+        PLAIN[run.__qualname__] = run()
+    plain = PLAIN[run.__qualname__]
     try:
-        given = run(**{name: GIVEN[name][0]})
+        given = run(**{name: value})
     except (TorchlakeError, TypeError):
         return REFUSED
     return NO_EFFECT if given == plain else CHANGES
@@ -172,9 +233,9 @@ def test_options_of_predict(name: str, model: Path, table: Path, tmp_path: Path)
         scored = tl.predict(model, rows(), engine=tiny.Here(), **options)
         return scored.schema, rounded(scored)
 
-    _, of_table, of_frame = GIVEN[name]
-    assert effect(stored, name) == of_table
-    assert effect(frame, name) == of_frame
+    value, of_table, of_frame = GIVEN[name]
+    assert effect(stored, name, value) == of_table
+    assert effect(frame, name, value) == of_frame
 
 
 @pytest.mark.parametrize("name", sorted({*MapOptions.__annotations__, *tl.map.__annotations__} & GIVEN.keys()))
@@ -185,8 +246,72 @@ def test_options_of_map(name: str, table: Path, tmp_path: Path) -> None:
         tl.map(make_function, table, output, schema=schema, columns=["text"], key="id", engine=tiny.Here(), **options)
         return contents(output)
 
-    assert effect(stored, name) == MAPPED.get(name, GIVEN[name][1])
+    assert effect(stored, name, GIVEN[name][0]) == MAPPED.get(name, GIVEN[name][1])
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reranker")
+    encoder = tiny.build_pair_encoder(folder / "encoder")
+    return tiny.build_model(folder / "model", encoder=encoder, spec=replace(tiny.SPEC, text="q", text_pair="d"))
+
+
+@pytest.mark.parametrize("name", sorted({*RANKED, *RankOptions.__annotations__}))
+def test_options_of_rank(name: str, reranker: Path, tmp_path: Path) -> None:
+    table = tmp_path / "in.parquet"
+    pq.write_table(PAIRS, table)
+    usual = {"relevant": "good", "engine": tiny.Here()}
+
+    def stored(**options: Any) -> Any:
+        output = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        tl.rank(reranker, table, output, **{**usual, **options})
+        return contents(output), contents(output.with_name(f"{output.name}.scores"))
+
+    def frame(**options: Any) -> Any:
+        ranked = tl.rank(reranker, PAIRS, **{**usual, **options})
+        return ranked.schema, rounded(ranked)
+
+    value, of_table, of_frame = RANKED.get(name, GIVEN.get(name))  # type: ignore[misc]
+    assert (effect(stored, name, value), effect(frame, name, value)) == (of_table, of_frame)
+
+
+@pytest.mark.parametrize("name", sorted({*EVALUATED, *EvaluateOptions.__annotations__} - {"report"}))
+def test_options_of_evaluate(name: str, model: Path, tmp_path: Path) -> None:
+    table, report = tmp_path / "in.parquet", tmp_path / "report"
+    rows = tiny.reviews(40)
+    pq.write_table(rows.append_column("other", rows["text"].take(pa.array(range(39, -1, -1)))), table)
+
+    def plain(**options: Any) -> Any:
+        found = tl.evaluate(model, table, **{"engine": tiny.Here(), **options})
+        return found.rows, {name: round(one.value, 4) for name, one in found.metrics.items()}
+
+    def reported(**options: Any) -> Any:
+        shutil.rmtree(report, ignore_errors=True)
+        plain(report=report, **options)
+        rows = pq.read_table(report / "rows.parquet")
+        return rows.schema, rounded(rows), (report / "eval.json").read_text().count('"slice')
+
+    value, without, with_report = EVALUATED.get(name) or (GIVEN[name][0], *[GIVEN[name][1]] * 2)
+    assert (effect(plain, name, value), effect(reported, name, value)) == (without, with_report)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_options_of_plan(name: str, tiny_bert: Path, tmp_path: Path) -> None:
+    pq.write_table(tiny.reviews(60), tmp_path / "in.parquet")
+    sections: dict[str, Any] = {"data": {"train": str(tmp_path / "in.parquet"), "validation": None}}
+    sections |= {"model": {"base": str(tiny_bert)}, "train": {"batch_size": 8, "epochs": 2}}
+
+    def run(**options: Any) -> Any:
+        usual = {"processes": 3, "flops": "1T", "bandwidth": "2GB", "latency": 0.001}
+        return asdict(tl.plan(**sections, **{**usual, **options}))
+
+    value, wanted = PLANNED[name]
+    assert effect(run, name, value) == wanted
 
 
 def test_every_option_has_an_entry() -> None:
+    assert {*signature(tl.rank).parameters} - {"model", "table", "output", "options"} <= RANKED.keys()
+    assert {*signature(tl.evaluate).parameters} - {"model", "table", "options"} <= EVALUATED.keys()
+    assert {*signature(tl.plan).parameters} - {"job", "task", "sections"} == PLANNED.keys()
+    assert {*EvaluateOptions.__annotations__} <= {*EVALUATED, *GIVEN, "report"}
     assert {*PredictOptions.__annotations__, *MapOptions.__annotations__} == GIVEN.keys()

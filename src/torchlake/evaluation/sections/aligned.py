@@ -15,12 +15,15 @@ from torchlake.display import Shown, shown
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.judged import JudgedRows
-from torchlake.evaluation.sections.rows import FILE
+from torchlake.evaluation.sections.rows import FILE, stored_name
 from torchlake.tables.failures import count_reasons, format_reasons
+from torchlake.tables.formats.types import without_size
 
 LISTED = 50
 SAID = 10
 "Classes that a message names."
+JUDGED = ("label", "prediction", "score", "loss", "right", "error")
+"The columns of rows.parquet that are compared."
 
 
 @shown
@@ -48,7 +51,7 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
     for one, name in zip(facts, names, strict=True):
         if FILE not in one["files"] or one["kind"] == "language":
             raise UsageError(f"{name}: {one['made']['task']} without labels is not compared row by row.")
-    tables = [_read(folder / FILE) for folder in folders]
+    tables = [_read(folder / FILE, one["made"]) for folder, one in zip(folders, facts, strict=True)]
     first, ids = tables[0], tables[0].column_names[0]
     usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()
     for at in range(len(tables)):
@@ -70,16 +73,19 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
         raise DataError(f"there is no row that all models have a prediction for. {reasons or 'The tables are empty'}.")
     places, kept = np.flatnonzero(usable), pa.array(usable)
     sides = [
-        JudgedRows(folder, one["kind"], tuple(one["labels"]), table.filter(kept), places)
+        JudgedRows(folder, one["kind"], tuple(one["labels"]), table.select([ids, *JUDGED]).filter(kept), places)
         for folder, one, table in zip(folders, facts, tables, strict=True)
     ]
     return sides, failed
 
 
-def _read(file: Path) -> pa.Table:
+def _read(file: Path, made: Mapping[str, Any]) -> pa.Table:
+    """Return the columns that are compared, and the texts that the model was given."""
+    given = {stored_name(name) for name in made.get("columns", ())}
     with pq.ParquetFile(file, page_checksum_verification=True) as rows:
-        names = ("label", "prediction", "score", "loss", "right", "error")
-        return rows.read(columns=[rows.schema_arrow.names[0], *names])
+        schema = rows.schema_arrow
+        texts = [one.name for one in schema if one.name in given and without_size(one.type) == pa.string()]
+        return rows.read(columns=list(dict.fromkeys([schema.names[0], *JUDGED, *texts])))
 
 
 def _places(ids: pa.ChunkedArray, others: pa.ChunkedArray) -> pa.Array:
@@ -117,6 +123,12 @@ def _refuse_other_rows(
     common = place.is_valid()
     mine, theirs = rows.filter(common), others.take(place.drop_null())
     both = pc.and_(mine["loss"].is_valid(), theirs["loss"].is_valid())
+    for name in [each for each in mine.column_names[1 + len(JUDGED) :] if each in theirs.column_names]:
+        if not mine[name].cast(pa.large_string()).equals(theirs[name].cast(pa.large_string())):
+            raise DataError(
+                f"{where}: their rows have other values of {name!r} under the same keys; the table was replaced in "
+                "between. Evaluate both on the same table."
+            )
     labels = [side["label"].filter(both).to_pylist() for side in (mine, theirs)]
     differ = sum(str(left) != str(right) for left, right in zip(*labels, strict=True)) if labels[0] != labels[1] else 0
     if len(rows) != len(others) or place.null_count or differ:
