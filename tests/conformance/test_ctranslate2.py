@@ -176,7 +176,7 @@ def test_tokens_that_the_model_lacks_are_never_written(llama: Path, tmp_path: Pa
     """The library would take an id above the vocabulary for another one, or fail."""
     copy = shutil.copytree(llama, tmp_path / "copy", ignore=shutil.ignore_patterns("runtimes"))
     file, most = copy / "generation_config.json", 99_999
-    file.write_text(json.dumps({"eos_token_id": [2, most], "suppress_tokens": [most, 7], "bad_words_ids": [[5, most]]}))
+    file.write_text(json.dumps({"eos_token_id": [2, most], "suppress_tokens": [most, 7]}))
     assert answers(copy, "ctranslate2") == answers(copy, "eager")
     file.write_text(json.dumps({"eos_token_id": most}))
     with pytest.raises(UsageError, match="the model has no end token"):
