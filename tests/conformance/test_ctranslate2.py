@@ -172,6 +172,17 @@ def test_what_it_does_not_compute_is_refused_before_any_work(llama: Path, tmp_pa
         answers(copy, "ctranslate2")
 
 
+def test_tokens_that_the_model_lacks_are_never_written(llama: Path, tmp_path: Path) -> None:
+    """The library would take an id above the vocabulary for another one, or fail."""
+    copy = shutil.copytree(llama, tmp_path / "copy", ignore=shutil.ignore_patterns("runtimes"))
+    file, most = copy / "generation_config.json", 99_999
+    file.write_text(json.dumps({"eos_token_id": [2, most], "suppress_tokens": [most, 7]}))
+    assert answers(copy, "ctranslate2") == answers(copy, "eager")
+    file.write_text(json.dumps({"eos_token_id": most}))
+    with pytest.raises(UsageError, match="the model has no end token"):
+        answers(copy, "ctranslate2")
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,15 +271,14 @@ def language_token(folder: Path, language: str) -> int:
     return names[language.strip("_")]
 
 
-def decoded(
-    tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, kept: Sequence[str] = (), exact: bool = False
-) -> str:
-    """Return the text of one row's tokens, without special tokens except for those that are `kept`.
+def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, marked: bool = False, exact: bool = False) -> str:
+    """Return the text of one row's tokens, without special tokens; `marked`: but with those that are marks of
+    reasoning, so that no stop string is found across one.
 
     `exact`: as the tokens spell it; some tokenizers remove the space before punctuation.
     """
     changes = {"clean_up_tokenization_spaces": False} if exact else {}
-    special = {tokenizer.convert_tokens_to_ids(mark): mark for mark in kept if mark in tokenizer.all_special_tokens}
+    special = special_marks(tokenizer) if marked else {}
     found = [place for place, token in enumerate(tokens) if token in special] if special else []
     pieces, start = list[str](), 0
     for place in found:
@@ -286,6 +286,13 @@ def decoded(
         pieces += [some, special[int(tokens[place])]]
         start = place + 1
     return "".join([*pieces, tokenizer.decode(tokens[start:], skip_special_tokens=True, **changes)])
+
+
+@lru_cache(maxsize=8)
+def special_marks(tokenizer: Any) -> Mapping[int, str]:
+    """Return the marks of reasoning that are special tokens, by their ids."""
+    special = {*tokenizer.all_special_tokens}
+    return {tokenizer.convert_tokens_to_ids(mark): mark for marks in MARKS for mark in marks if mark in special}
 
 
 def without_reasoning(text: str, marks: tuple[str, str], *, begun: bool | None) -> tuple[str | None, str]:

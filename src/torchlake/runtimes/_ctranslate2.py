@@ -79,7 +79,7 @@ class Converted:
         if reason := _ctranslate2_export.refusal(folder):
             raise UsageError(f"The runtime {name!r} cannot run {folder}: {reason}")
         place = _exported.export_folder(folder, name, calibrated=False, task=spec.task)
-        self.folder, self.apart = folder, bool(load_config(folder).is_encoder_decoder)
+        self.name, self.folder, self.apart = name, folder, bool(load_config(folder).is_encoder_decoder)
         self.names = np.array(_ctranslate2_export.vocabulary(place), dtype=object)
         held = [_ctranslate2_export.opened(place, reads_apart=self.apart, kind=kind)]
         # Its threads must end before the interpreter does, or the process aborts at its end.
@@ -125,10 +125,18 @@ class ConvertedWriter:
         if reason := cannot_write(options):
             raise UsageError(reason)
         self._tokenizer, own = settings_for(converted.folder, options)
-        self._converted, self._ends, self._first = converted, own["eos_token_id"], own.get("forced_bos_token_id")
+        size = len(converted.names)  # the library takes ids above the model's for others
+        self._ends = [token for token in own["eos_token_id"] if token is not None and token < size]
+        if not self._ends:
+            raise UsageError(
+                f"The runtime {converted.name!r} cannot run {converted.folder}: the model has no end token among its "
+                "embeddings (eos_token_id of generation_config.json, or the tokenizer's): use 'eager'"
+            )
+        self._converted, self._first = converted, own.get("forced_bos_token_id")
         # An end that is forced on rows that reach the limit is not part of the answer: the rows end before it.
         self._unwritten = int(own.get("forced_eos_token_id") is not None)
         refused = [[token] for token in own.get("suppress_tokens", ())] + list(own.get("bad_words_ids", ()))
+        refused = [tokens for tokens in refused if max(tokens) < size]
         self._options = {"suppress_sequences": converted.named(refused)} if refused else {}
         self._rows: dict[int, Row] = {}
 

@@ -13,7 +13,7 @@ from torchlake.data.features import INPUT_IDS
 from torchlake.errors import UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import write
-from torchlake.models.generation import END, STUCK, decoded, settings_of, stop_place, without_reasoning
+from torchlake.models.generation import END, STUCK, decoded, settings_of, special_marks, stop_place, without_reasoning
 from torchlake.models.structured.choices import probability_fields, read_answers, tokens_of
 from torchlake.models.structured.structure import Structure
 from torchlake.tables.chunks import RowCost
@@ -112,11 +112,13 @@ class WritingTask(BaseTask):
         columns: dict[str, list[Any]] = {name: [] for name in schema.names}
         for row, answer in enumerate(answers):
             written = answer[answer >= 0]
-            text = decoded(processor, written, kept=options.marks or (), exact=structure is not None)
+            text = decoded(processor, written, marked=True, exact=structure is not None)
             stop = options.own[row].stop if options.own else options.stop
             place = stop_place(text, stop if structure is None else ())
             found: dict[str, Any] = {"reasoning": None, "generated_tokens": len(written)}
             text = text[:place]
+            for mark in {*special_marks(processor).values()} - {*(options.marks or ())}:
+                text = text.replace(mark, "")
             if options.marks is not None and structure is None:
                 begun = _begun(processor, options, row)
                 found["reasoning"], text = without_reasoning(text, options.marks, begun=begun)

@@ -17,7 +17,8 @@ import tiny
 import torchlake as tl
 from torchlake import failpoints, plugins
 from torchlake.errors import FingerprintError, TableError, TorchlakeError, UsageError
-from torchlake.models.generation import without_reasoning
+from torchlake.models.generation import GenerationOptions, without_reasoning
+from torchlake.runtimes._writing.row import Row
 from torchlake.tasks import ColumnOptions, _rendering
 from torchlake.tasks._prompts import with_prompts
 
@@ -255,6 +256,27 @@ def test_reasoning_may_be_open_or_closed_in_the_prompt(
     if options.continues and "<think>well" in prompt and reasoning:
         [row] = task.output_columns(np.array([tokenizer("a")["input_ids"]]), tokenizer, tiny.SPEC, options).to_pylist()
         assert (row["reasoning"], row["generated_text"]) == ("a", ""), "it was cut before the mark"
+
+
+@pytest.mark.parametrize("looked_for", [True, False])
+def test_a_stop_string_is_not_found_across_a_mark(model: Path, looked_for: bool) -> None:
+    """A mark that is a special token is no text, but what it separates is not one text either."""
+    task, tokenizer = plugins.load("tasks", "text_generation"), AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokens = tokenizer("[THINK]a\n[/THINK]\nb.c")["input_ids"]
+    options = GenerationOptions(max_new_tokens=99, stop=("\n\n", "."))
+    row = Row(number=0, prompt=np.array([5]), options=options, ends=[2], tokenizer=tokenizer, tokens=[], limit=99)
+    for token in tokens:
+        if row.reason is None:
+            row.take(token)
+    assert row.reason == "stop"
+    assert tokenizer.decode(row.tokens).endswith("b.")
+    marks = ("[THINK]", "[/THINK]") if looked_for else None
+    found = task.output_columns(
+        np.array([row.tokens]), tokenizer, tiny.SPEC, ColumnOptions(marks=marks, stop=options.stop)
+    ).to_pylist()[0]
+    wanted = ("a", "b") if looked_for else (None, "a\n\nb")
+    assert (found.get("reasoning"), found["generated_text"], found["finish_reason"]) == (*wanted, "stop")
 
 
 def test_a_call_of_tools_is_not_continued(model: Path) -> None:

@@ -83,7 +83,7 @@ class Row:
             stop
             and self.guide is None
             and self.tokens
-            and stop_place(decoded(self.tokenizer, self.tokens), stop) is not None
+            and stop_place(decoded(self.tokenizer, self.tokens, marked=True), stop) is not None
         ):
             self.reason = "stop"
         elif len(self.tokens) >= self.limit:

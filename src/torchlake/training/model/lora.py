@@ -10,6 +10,7 @@ out the same, on any machine.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,10 +164,10 @@ def _trained_whole(model: Any, wanted: tuple[str, ...]) -> list[str]:
         if not own:
             raise ConfigError(f"model.lora.also_train: no module with weights of this model is called {each}")
         for name in own:
-            shared = [holders[id(parameter)] for parameter in model.get_submodule(name).parameters(recurse=False)]
-            if any(len(places) > 1 for places in shared):
+            held = (holders[id(parameter)] for parameter in model.get_submodule(name).parameters(recurse=False))
+            if others := sorted({*chain.from_iterable(held)} - {name}):
                 raise ConfigError(
-                    f"model.lora.also_train: {each} shares its weights with {', '.join(sorted(*shared[:1]))} (they are "
+                    f"model.lora.also_train: {each} shares its weights with {', '.join(others)} (they are "
                     "tied); an adapter would train a second copy. Leave it out, or train all weights, without lora."
                 )
         found += own
