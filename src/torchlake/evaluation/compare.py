@@ -118,7 +118,7 @@ class Comparison:
             if not np.isfinite((one.first, one.value, one.low, one.high)).all():
                 raise DataError(
                     f"fail_if_worse: {metric} is {one.first:.4g} for {self.models[0]} and {one.value:.4g} for "
-                    f"{one.model}, {one.low:.4g} to {one.high:.4g}: nobody can say whether it is worse."
+                    f"{one.model}, {one.low:.4g} to {one.high:.4g}: so it cannot be said whether it is worse."
                 )
         return [one for one in found if one.is_worse(by)]
 

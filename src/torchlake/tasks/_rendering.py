@@ -155,7 +155,7 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
     if not tokenizer.chat_template:
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    sources = [_source(tokenizer, tools) for tools in (None, [])]  # for tools it may be another
+    sources = [_source(tokenizer, None), _source(tokenizer, [])]  # for tools it may be another
     time = getattr(tokenizer, "time_of_job", None)
     template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special), time], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]

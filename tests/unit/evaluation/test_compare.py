@@ -197,7 +197,7 @@ def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_pat
     found = compare(one, one)
     for name in ("first", "value", "high"):
         undefined = replace(found.differences[0], **{name: math.nan})
-        with pytest.raises(DataError, match=r"accuracy is .* nobody can say whether it is worse"):
+        with pytest.raises(DataError, match=r"accuracy is .* so it cannot be said whether it is worse"):
             replace(found, differences=(undefined, *found.differences[1:])).worse("accuracy")
     nothing = replace(undefined, low=math.nan)
     page = Page(render_comparison({**replace(found, differences=(nothing,)).to_json(), "written": "now"}, {}, []))

@@ -204,19 +204,17 @@ class DeltaTarget:
 
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""
-        return {
-            unquote(one["path"]): Logged(
-                one["size_bytes"],
-                one.get("num_records"),
-                {name: partition_text(value) for name, value in (one.get("partition") or {}).items()},
-                *(
-                    {name: value for name, value in (one.get(field) or {}).items() if value is not None}
-                    for field in _STATISTICS
-                ),
-                snapshot.deleted.get(_decoded(one["path"]), 0),
+        found = {}
+        for one in snapshot.files:
+            nulls, lowest, highest = (
+                {name: value for name, value in (one.get(field) or {}).items() if value is not None}
+                for field in _STATISTICS
             )
-            for one in snapshot.files
-        }
+            partition = {name: partition_text(value) for name, value in (one.get("partition") or {}).items()}
+            gone = snapshot.deleted.get(_decoded(one["path"]), 0)
+            size, rows = one["size_bytes"], one.get("num_records")
+            found[unquote(one["path"])] = Logged(size, rows, partition, nulls, lowest, highest, gone)
+        return found
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """Return the position, which is stored as the version of a transaction with this name."""
