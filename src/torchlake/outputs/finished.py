@@ -127,7 +127,7 @@ def _has_no_key(found: FoundAtTarget, name: str) -> bool:
     try:
         files = table.live_files(snapshot)
         with closing(ChunkReader([request.key] if request.key else [])) as reader:
-            for some in (chunks[:1], chunks[1:]):
+            for some in filter(None, (chunks[:1], chunks[1:])):
                 read = [reader.read(one)[0][key].combine_chunks() if request.key else row_ids(one) for one in some]
                 keys = pa.chunked_array([one.cast(kind) for one in read], kind).combine_chunks()
                 if repeated_key(files, key, keys, request.spread) is not None:

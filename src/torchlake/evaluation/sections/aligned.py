@@ -18,6 +18,7 @@ from torchlake.evaluation.sections.judged import JudgedRows
 from torchlake.evaluation.sections.rows import FILE, stored_name
 from torchlake.tables.failures import count_reasons, format_reasons
 from torchlake.tables.formats.types import without_size
+from torchlake.tables.hashes import column_hashes
 
 LISTED = 50
 SAID = 10
@@ -80,12 +81,17 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
 
 
 def _read(file: Path, made: Mapping[str, Any]) -> pa.Table:
-    """Return the columns that are compared, and the texts that the model was given."""
+    """Return the columns that are compared, and hashes of the texts that the model was given, which may be long."""
     given = {stored_name(name) for name in made.get("columns", ())}
     with pq.ParquetFile(file, page_checksum_verification=True) as rows:
-        schema = rows.schema_arrow
-        texts = [one.name for one in schema if one.name in given and without_size(one.type) == pa.string()]
-        return rows.read(columns=list(dict.fromkeys([schema.names[0], *JUDGED, *texts])))
+        key, *others = rows.schema_arrow
+        found = rows.read(columns=[key.name, *JUDGED])
+        for one in others:
+            if one.name in given and without_size(one.type) == pa.string():
+                parts = (batch.column(0).cast(pa.large_string()) for batch in rows.iter_batches(columns=[one.name]))
+                hashes = np.concatenate([np.zeros(0, np.uint64), *map(column_hashes, parts)])
+                found = found.append_column(one.name, pa.array(hashes))
+        return found
 
 
 def _places(ids: pa.ChunkedArray, others: pa.ChunkedArray) -> pa.Array:
@@ -124,7 +130,7 @@ def _refuse_other_rows(
     mine, theirs = rows.filter(common), others.take(place.drop_null())
     both = pc.and_(mine["loss"].is_valid(), theirs["loss"].is_valid())
     for name in [each for each in mine.column_names[1 + len(JUDGED) :] if each in theirs.column_names]:
-        if not mine[name].cast(pa.large_string()).equals(theirs[name].cast(pa.large_string())):
+        if not mine[name].equals(theirs[name]):
             raise DataError(
                 f"{where}: their rows have other values of {name!r} under the same keys; the table was replaced in "
                 "between. Evaluate both on the same table."

@@ -71,12 +71,9 @@ class DeltaSnapshot:
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
 
     @cached_property
-    def files(self) -> Sequence[Mapping[str, Any]]:
-        """What the log says about the files that it lists."""
-        found: list[dict[str, Any]] = []
-        if self.table is not None and self.table.file_uris():
-            found = pa.table(self.table.get_add_actions()).to_pylist()
-        return found
+    def actions(self) -> pa.Table | None:
+        """What the log says about the files that it lists; None: it lists none."""
+        return pa.table(self.table.get_add_actions()) if self.table is not None and self.table.file_uris() else None
 
     @cached_property
     def deleted(self) -> Mapping[str, int]:
@@ -87,8 +84,15 @@ class DeltaSnapshot:
     @cached_property
     def paths(self) -> Sequence[str]:
         """The files with rows, as the log names them: read once, because each commit is looked for among them."""
-        gone = self.deleted
-        return [one["path"] for one in self.files if not gone or gone.get(_decoded(one["path"])) != one["num_records"]]
+        if self.actions is None:
+            return ()
+        paths: list[str] = self.actions["path"].to_pylist()
+        if not self.deleted:
+            return paths
+        rows = self.actions["num_records"].to_pylist()
+        return [
+            path for path, count in zip(paths, rows, strict=True) if self.deleted.get(source.decoded(path)) != count
+        ]
 
     @cached_property
     def history(self) -> Sequence[Mapping[str, Any]]:
@@ -205,13 +209,13 @@ class DeltaTarget:
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""
         found = {}
-        for one in snapshot.files:
+        for one in snapshot.actions.to_pylist() if snapshot.actions is not None else ():
             nulls, lowest, highest = (
                 {name: value for name, value in (one.get(field) or {}).items() if value is not None}
                 for field in _STATISTICS
             )
             partition = {name: partition_text(value) for name, value in (one.get("partition") or {}).items()}
-            gone = snapshot.deleted.get(_decoded(one["path"]), 0)
+            gone = snapshot.deleted.get(source.decoded(one["path"]), 0)
             size, rows = one["size_bytes"], one.get("num_records")
             found[unquote(one["path"])] = Logged(size, rows, partition, nulls, lowest, highest, gone)
         return found
@@ -357,8 +361,3 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
-
-
-def _decoded(path: str) -> str:
-    """Return a path of the log as `source.deleted_rows` names it."""
-    return unquote(unquote(path))

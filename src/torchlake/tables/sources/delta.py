@@ -89,7 +89,7 @@ def _opened(source: str | Path) -> SourceTable:
         constants = {logical.get(name, name): value for name, value in values.items()}
         constants = {name: constant_text(where, name, value) for name, value in constants.items()}
         one = _file(found.table, path, action["size_bytes"].as_py(), constants, physical)
-        gone = deleted.pop(unquote(path), b"")
+        gone = deleted.pop(decoded(action["path"].as_py()), b"")
         files.append(replace(one, rows=action["num_records"].as_py(), deleted=gone))
     assert not deleted, f"{where}: deletion vectors of files that the version does not list: {sorted(deleted)}"
     order = sorted(range(len(files)), key=lambda place: files[place].name)
@@ -289,8 +289,13 @@ def _counts(found: pa.Array) -> np.ndarray:
     return np.asarray(found.cast(pa.int64()).fill_null(UNKNOWN).to_numpy(zero_copy_only=False))
 
 
+def decoded(path: str) -> str:
+    """Return a path of the log as `deleted_rows` names it."""
+    return unquote(unquote(path))
+
+
 def deleted_rows(table: Any) -> dict[str, bytes]:
-    """Return a bitmap of the deleted rows, by the file's path in the log."""
+    """Return a bitmap of the deleted rows, by the file's path in the log, decoded."""
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     root = table.table_uri if table.table_uri.endswith("/") else f"{table.table_uri}/"
@@ -299,5 +304,5 @@ def deleted_rows(table: Any) -> dict[str, bytes]:
     for path, kept in zip(vectors["filepath"], vectors["selection_vector"], strict=True):
         bits = ~np.asarray(kept.values.to_numpy(zero_copy_only=False), dtype=bool)
         # These URLs encode the path one more time than the log does.
-        found[unquote(unquote(path.as_py().removeprefix(root)))] = np.packbits(bits, bitorder="little").tobytes()
+        found[decoded(path.as_py().removeprefix(root))] = np.packbits(bits, bitorder="little").tobytes()
     return found
