@@ -3,7 +3,8 @@
 Each writer writes as `predict` does: plan, begin, read chunks, write parts, commit. After each stop of any of them:
 
 - the rows of the output are those from before, or what one whole job of this writer makes of them;
-- a job that adds rows adds them once, however often it runs, and a writer commits once;
+- a job that adds rows adds them once, however often it runs, until another job has removed all of them;
+- a writer commits once;
 - a writer that lost its lease before it last looked at the output changes nothing;
 - a writer computes no chunk whose part was finished and kept, and one that succeeds has its rows in the output.
 """
@@ -300,7 +301,8 @@ class Model:
         assert writing.commits == 1, "a writer commits once"
         adds = writing.job.mode != "overwrite"
         if self.table and (adds or len(self.states) == 1):  # to overwrite a table without a version is to add to it
-            assert not adds or writing.job.same not in self.added, "rows are added once"
+            there = {one for one, _ in before or ()} & {one for one, _ in writing.job.rows}
+            assert not adds or not there or writing.job.same not in self.added, "rows are added once"
             self.added.add(writing.job.same)
         self.states.append(state)
         self.kept = None

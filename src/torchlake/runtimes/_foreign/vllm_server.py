@@ -22,7 +22,8 @@ BACKEND = "guidance"
 
 def versions(imported: bool) -> dict[str, str]:
     """Return the versions, and whether texts depend on their neighbors."""
-    found = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "transformers")}
+    found = {"vllm": importlib.metadata.version(_distribution())}
+    found |= {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     found["batch_invariant"] = os.environ.get("VLLM_BATCH_INVARIANT", "0")
     if imported:
         import torch
@@ -31,6 +32,13 @@ def versions(imported: bool) -> dict[str, str]:
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         found["devices"] = ", ".join(names) or "cpu"
     return found
+
+
+def _distribution() -> str:
+    """Return the name of the package that vLLM was installed from: builds for CPUs have names of their own."""
+    if importlib.util.find_spec("vllm") is None or next(importlib.metadata.distributions(name="vllm"), None):
+        return "vllm"
+    return importlib.metadata.packages_distributions()["vllm"][0]  # half a second: it reads what each package has
 
 
 class VllmEngine:
