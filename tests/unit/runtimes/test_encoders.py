@@ -16,6 +16,7 @@ from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.processes import hardware
 from torchlake.runtimes import _encoder, _products, _ragged, bf16, int8, varlen
+from torchlake.runtimes._padding import remove_padding
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -25,7 +26,7 @@ def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: i
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(2, offsets[-1] + 2, dtype=np.int32)
     ids, mask = pad(Ragged(values, offsets), np.arange(len(lengths)), 1)
-    rows = _encoder.remove_padding(padding_id, ids, mask)
+    rows = remove_padding(padding_id, ids, mask)
     assert rows.ids.tolist() == values.tolist()
     assert rows.lengths.tolist() == lengths
     first = 0 if padding_id is None else padding_id + 1
