@@ -62,10 +62,10 @@ def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
     if reason:
         raise Refused(reason)
     if hasattr(runtime, "prepare"):
-        from torchlake.models import exports
+        from torchlake.runtimes import _exports
         from torchlake.scoring.scorer import prepare_runtime
 
-        if exports.current(folder, setup["runtime"], task) is None:
+        if _exports.current(folder, setup["runtime"], task) is None:
             settings = settings_of(setup["model"], setup["runtime"], None)
             prepare_runtime(settings, setup["runtime"], pa.table({settings.text: setup["texts"]}))
     return {}

@@ -18,9 +18,9 @@ import torchlake as tl
 from sweeps import sweep
 from torchlake import atomic_io, plugins
 from torchlake.errors import UnsafeError, UsageError
-from torchlake.models import exports, load
+from torchlake.models import load
 from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Text, _ctranslate2_export, write_all
+from torchlake.runtimes import Text, _ctranslate2_export, _exports, write_all
 from torchlake.runtimes._ctranslate2 import longest_beside
 
 TEXTS = [
@@ -85,7 +85,7 @@ def test_texts_are_those_of_eager(name: str, tmp_path: Path) -> None:
     expected = answers(model, "eager")
     assert len({each["generated_text"] for each in expected}) > 2
     assert answers(model, "ctranslate2") == expected
-    export = exports.current(model, "ctranslate2", load.load_spec(model).task)
+    export = _exports.current(model, "ctranslate2", load.load_spec(model).task)
     assert export is not None
     assert "ctranslate2" in atomic_io.read_manifest(export)["versions"]
     names = _ctranslate2_export.vocabulary(export)
@@ -157,7 +157,7 @@ def test_eight_bits_are_an_export_of_their_own(llama: Path) -> None:
     assert all(each["error"] is None for each in answers(llama, "ctranslate2_int8", TEXTS[:2]))
     sizes = [(llama / "runtimes" / name / "model.bin").stat().st_size for name in ("ctranslate2", "ctranslate2_int8")]
     assert sizes[1] < sizes[0] / 2
-    assert exports.identity(llama, "ctranslate2") != exports.identity(llama, "ctranslate2_int8")
+    assert _exports.identity(llama, "ctranslate2") != _exports.identity(llama, "ctranslate2_int8")
 
 
 def test_what_it_does_not_compute_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_another_token_in_the_vocabulary_is_an_export_that_is_made_again(llama: 
     place = copy / "runtimes" / "ctranslate2" / "vocabulary.json"
     names = json.loads(place.read_text())
     place.write_text(json.dumps([names[1], names[0], *names[2:]]))
-    assert exports.current(copy, "ctranslate2", "text_generation") is None
+    assert _exports.current(copy, "ctranslate2", "text_generation") is None
     assert answers(copy, "ctranslate2", TEXTS[:2]) == answers(copy, "eager", TEXTS[:2])
 
 

@@ -24,12 +24,11 @@ import numpy as np
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
-from torchlake.models import exports
 from torchlake.models.config import in_words, load_config, positions, read_head
 from torchlake.models.generation import settings_of, start_token
 from torchlake.models.load import load_tokenizer
 from torchlake.processes import hardware
-from torchlake.runtimes import _exported, first_reason
+from torchlake.runtimes import _exports, first_reason
 from torchlake.runtimes._ctranslate2_names import completed, older_phi, set_scales
 
 LIBRARY = "ctranslate2"
@@ -78,9 +77,9 @@ def prepare(folder: Path, spec: TaskSpec, name: str, kind: str) -> None:
     Raises UsageError if it cannot be converted or its scores differ from the model's, StorageError, and the errors of
     `models.load_model`.
     """
-    with exports.making(folder, name, rows=0, versions=_exported.versions(LIBRARY), task=spec.task) as place:
+    with _exports.making(folder, name, rows=0, versions=_exports.versions(LIBRARY), task=spec.task) as place:
         # An export of the other runtime in fp32 was compared when it was made.
-        if kind == "float32" or exports.current(folder, LIBRARY, spec.task) is None:
+        if kind == "float32" or _exports.current(folder, LIBRARY, spec.task) is None:
             with TemporaryDirectory(dir=place) as scratch:
                 # Weights of 8 bits differ from the model by design: how much, `optimize` measures.
                 compared = place if kind == "float32" else Path(scratch)

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
-from torchlake.models import exports, folders
+from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
 from torchlake.models.load import uses_token_types
-from torchlake.runtimes import ForeignPython
+from torchlake.runtimes import ForeignPython, _exports
 from torchlake.scoring.rows import ScoringSettings, runtime_name
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def chosen(
 def lacks_export(folder: Path, runtime: Any, task: str) -> ModuleType | None:
     """Return the runtime's module if it has to `prepare` this model first, else None."""
     module: ModuleType | None = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-    if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime, task) is not None:
+    if module is None or not hasattr(module, "prepare") or _exports.current(folder, runtime, task) is not None:
         return None
     return module
 

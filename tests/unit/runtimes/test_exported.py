@@ -25,7 +25,7 @@ from torchlake.processes import hardware
 from torchlake.runtimes import (
     _calibration,
     _encoder,
-    _exported,
+    _exports,
     _onnx_export,
     _onnx_int8,
     _openvino,
@@ -132,7 +132,7 @@ def test_a_missing_library_is_said_with_the_pip_line(
 ) -> None:
     extra = name.removesuffix("_int8")
     monkeypatch.setattr(deepspeed, "DEVICES", (str(tmp_path),))
-    for module in (_exported, deepspeed):
+    for module in (_exports, deepspeed):
         monkeypatch.setattr(module, "find_spec", lambda library: None)
     assert f"pip install 'torchlake[{extra}]'" in plugins.load("runtimes", name).refusal(exported)
 
@@ -140,7 +140,7 @@ def test_a_missing_library_is_said_with_the_pip_line(
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert RUNTIMES[name].refusal(exported) == (hardware.int8_refusal() if RUNTIMES[name].CALIBRATED else None)
-    monkeypatch.setattr(_exported, "MAX_WEIGHT_BYTES", 1000)
+    monkeypatch.setattr(_exports, "MAX_WEIGHT_BYTES", 1000)
     for cpu in hardware.CPU_CLASSES:
         monkeypatch.setenv(hardware.TEST_CPU, cpu)
         assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
