@@ -10,7 +10,8 @@ from torchlake.atomic_io import MANIFEST
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import MissingExtra, UsageError
 from torchlake.models.folders import ADAPTER, ADAPTER_CONFIG, BASE_RECORD, INDEX, TOKENIZER_FILES
-from torchlake.models.load import load_spec, load_weights, uses_token_types
+from torchlake.models.load import load_weights
+from torchlake.models.spec import load_spec, uses_token_types
 from torchlake.models.write import save_weights
 from torchlake.runtimes import _exports, _onnx_export, _openvino
 

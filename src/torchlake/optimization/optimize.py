@@ -33,7 +33,7 @@ from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
-from torchlake.models.load import EMBEDS
+from torchlake.models.spec import EMBEDS
 from torchlake.optimization.candidates import (
     AGREES,
     Bench,

@@ -21,7 +21,8 @@ from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import EMBEDS, load_weights, refuse_unused
+from torchlake.models.load import load_weights, refuse_unused
+from torchlake.models.spec import EMBEDS
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
-from torchlake.models.load import uses_token_types
+from torchlake.models.spec import uses_token_types
 from torchlake.runtimes import ForeignPython, _exports
 from torchlake.scoring.rows import ScoringSettings, runtime_name
 

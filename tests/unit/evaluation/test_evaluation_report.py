@@ -25,7 +25,7 @@ from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import as_command
 from torchlake.evaluation.result import Evaluation
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.training.train import train
 
 FILES = ["eval.html", "eval.json", "rows.parquet"]
