@@ -46,8 +46,7 @@ from torchlake.runs.folder import (
 from torchlake.runs.follow import follow_metrics
 from torchlake.storage import lease
 from torchlake.storage.spread import Spread
-from torchlake.storage.versions import version_of
-from torchlake.tables.chunks import content_ids
+from torchlake.storage.versions import content_ids, version_of
 from torchlake.tables.record import local_output
 from torchlake.tables.table import Table, open_table
 from torchlake.training.run import job_engine, named_engine
