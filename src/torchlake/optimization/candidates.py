@@ -36,8 +36,7 @@ from torchlake.optimization.texts import (
 from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.runtimes import _exports
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
-from torchlake.scoring.scorer import worker_memory
+from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable, worker_memory
 
 NEAR = 0.8
 "A candidate below this share of the best rate so far is measured on a share of the rows only."

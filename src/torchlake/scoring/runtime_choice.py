@@ -7,6 +7,7 @@ the default is used, with a warning that gives the reason: that costs speed, not
 the export's sha256.
 """
 
+import gc
 import logging
 import os
 import platform
@@ -31,6 +32,8 @@ FILE = "runtime.json"
 REFERENCE = "eager"
 FAST_DEFAULTS = ("varlen", "fused")
 "The defaults for texts and images that they can run: on a CPU they differ from `eager` by rounding only."
+WORKER_BYTES = 600 << 20
+"Memory of a worker before it loads a model: Python, torch, transformers."
 LIBRARIES = ("torchlake", "torch", "transformers", "numpy")
 
 
@@ -247,3 +250,20 @@ def _why_not(
     if value["device"] != here:
         return f"it was measured on {value['device']}, but this machine scores on {here}"
     return None
+
+
+def worker_memory(model: str, devices: int = 1) -> int:
+    """Return the memory that one process, with one rank for each of its devices, needs to score a model, in bytes."""
+    return devices * WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
+
+
+def device() -> str:
+    """Return "cuda" if torch finds a GPU, else "cpu"."""
+    collecting = gc.isenabled()
+    gc.disable()  # importing torch allocates so much that collections take a seventh of the time
+    try:
+        import torch
+    finally:
+        if collecting:
+            gc.enable()
+    return "cuda" if torch.cuda.is_available() else "cpu"
