@@ -30,20 +30,9 @@ from torchlake.models.folders import base_folder
 from torchlake.preparation.checks import check_metric, check_tables, choose_metric
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
-from torchlake.runs.folder import (
-    JOB_FILE,
-    LEASE_S,
-    RESULT,
-    SOURCES,
-    STOP,
-    differences,
-    find,
-    is_trained,
-    pinned_job,
-    read_options_of,
-    stored_tables,
-)
+from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained
 from torchlake.runs.follow import follow_metrics
+from torchlake.runs.tables import SOURCES, pinned_job, read_options_of, stored_tables
 from torchlake.storage import lease
 from torchlake.storage.spread import Spread
 from torchlake.storage.versions import content_ids, version_of
