@@ -16,8 +16,9 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli.app import app
+from torchlake.config.arguments import types_of
 from torchlake.config.job import load_job
-from torchlake.config.options import EvaluateOptions, types_of
+from torchlake.config.measuring import EvaluateOptions
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.evaluation import held_out
