@@ -284,7 +284,7 @@ class PredictOptions(
     EndpointArguments,
     total=False,
 ):
-    """The options of `predict` besides columns, runtime and engine; documented there."""
+    """The options of `predict` besides columns, runtime and engine; its docstring describes them."""
 
     all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
     token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]

@@ -205,7 +205,7 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
 def check_base(folder: Path, base: Path | None, base_hash: str, *, begun: bool) -> None:
     """Record the hash of the base model when a run begins. Raises FingerprintError if it is another one by now.
 
-    Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base again.
+    Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base model.
     """
     path = folder / BASE
     if base is None:

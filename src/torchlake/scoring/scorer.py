@@ -258,7 +258,7 @@ class Scorer:
 
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
-            made, ready = ready, None  # only for the batch as a whole; its halves are made again
+            made, ready = ready, None  # only for the batch as a whole; its halves are collated separately
             asked = time.perf_counter()
             # A half gets new inputs: a slice of the batch's would keep the padding of rows that are not in it.
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()

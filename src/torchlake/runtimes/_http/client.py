@@ -1,6 +1,6 @@
 """One pool of connections to an endpoint, with retries.
 
-    408, 409, 425, 429, 5xx, broken connections, cut answers   asked again, after a random part of a growing time
+    408, 409, 425, 429, 5xx, broken connections, cut answers   sent again, after a random part of a growing time
     401, 403, a missing model, another host, no certificate    end the job: each row would fail
     other statuses                                             an error row
 
@@ -28,7 +28,7 @@ from torchlake.runtimes._http.limits import Limits, retry_after
 from torchlake.runtimes._http.requests import Endpoint, is_local
 
 RETRIED = {408, 409, 425, 429}
-"Statuses that are asked again, besides those from 500."
+"Statuses after which a request is sent again, besides those from 500."
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 "Before a retry at most: the first one, and any."
 LONGEST_WAIT_S = 3600.0
