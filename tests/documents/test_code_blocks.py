@@ -3,6 +3,7 @@
 The blocks of a page run in one process and one folder (`code_blocks.py`). `NOT_RUN` lists all blocks that no test runs.
 """
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from huggingface_hub import constants
+from transformers import AutoModelForSequenceClassification
 
 import fake_endpoint
 import hub_repositories
@@ -37,9 +40,12 @@ NOT_RUN = {
     "catalog: tests/unit/tables/test_object_stores.py reads such ones",
     ("docs/how-to/orchestrators.md", "# dags/reviews.py"): ORCHESTRATORS,
     ("docs/how-to/orchestrators.md", "# assets.py"): ORCHESTRATORS,
+    ("docs/how-to/vllm.md", "torchlake runtime-env vllm"): "vLLM needs an environment of its own: "
+    "tests/unit/runtimes/test_foreign.py has another engine",
 }
 "Page and beginning of the block: why it is not run."
 ON_SPARK = {"docs/how-to/spark.md"}
+ON_STREAM = {"docs/how-to/streams.md"}
 ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
 ON_HUB = {"docs/how-to/hub.md"}
@@ -48,7 +54,18 @@ QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
 SCORED = {
     f"docs/how-to/{name}.md"
-    for name in ("comparing", "errors", "evaluating", "export", "outputs", "queries", "scoring", "selecting", "serving")
+    for name in (
+        "comparing",
+        "errors",
+        "evaluating",
+        "export",
+        "outputs",
+        "queries",
+        "scoring",
+        "selecting",
+        "serving",
+        "writing",
+    )
 }
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
@@ -74,7 +91,18 @@ def test_the_list_of_blocks_that_are_not_run_is_short_and_true() -> None:
         assert reason
     assert len(NOT_RUN) < 8
     assert len(blocks) > 40
-    assert {*ON_SPARK, *ON_RAY, *ON_S3, *ON_HUB, *ON_ENDPOINT, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
+    assert {
+        *ON_SPARK,
+        *ON_STREAM,
+        *ON_RAY,
+        *ON_S3,
+        *ON_HUB,
+        *ON_ENDPOINT,
+        *QUICK,
+        *SCORED,
+        *FINISHED,
+        *WITHOUT_JOB,
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +134,45 @@ def write_tables(folder: Path) -> None:
         image.write_bytes(row["image"]["bytes"])
 
 
+def add_photos(folder: Path) -> None:
+    shutil.copytree(folder / "photos", folder / "new_photos")
+
+
+def add_cross_encoder(folder: Path) -> None:
+    """A reranker as others publish them: one output, and no task.json."""
+    path = tiny.build_pair_encoder(folder / "ms-marco-MiniLM", kind="bert")
+    with tiny.quiet():
+        AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).save_pretrained(path)
+
+
+def add_preferences(folder: Path) -> None:
+    tiny.build_language_model(folder / "runs" / "lines" / "model", kind="llama", max_position_embeddings=512)
+    for rows, name in ((160, "pairs"), (40, "test")):
+        table = task_cases.preferences(rows)
+        pq.write_table(table.rename_columns({"opening": "prompt"}), folder / f"{name}.parquet")
+    pq.write_table(pa.table({"prompt": ["the film was", "the plot was"]}), folder / "prompts.parquet")
+
+
+def add_tickets(folder: Path) -> None:
+    """The schema and the grammar that the page shows, and rows for them."""
+    page = (ROOT / "docs/how-to/structured-answers.md").read_text(encoding="utf-8")
+    for language, name in (("json", "ticket.json"), ("lark", "dates.lark")):
+        [shown] = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        (folder / name).write_text(shown, encoding="utf-8")
+    tiny.build_language_model(folder / "chat-model", kind="llama", max_position_embeddings=512)
+    for name in ("tickets", "letters"):
+        shutil.copy(folder / "new.parquet", folder / f"{name}.parquet")
+
+
+ADDED = {
+    "docs/how-to/images.md": add_photos,
+    "docs/how-to/pairs.md": add_cross_encoder,
+    "docs/how-to/preferences.md": add_preferences,
+    "docs/how-to/structured-answers.md": add_tickets,
+}
+"What single pages take for granted besides the tables and models of all."
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, tiny_gpt2: Path) -> Path:
     """The current folder, with models under the names that the pages use."""
@@ -126,7 +193,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, 
 
 
 def run_page(name: str, namespace: dict[str, Any] | None = None, places: dict[str, str] | None = None) -> None:
-    names = {"__name__": "__main__", **(namespace or {})}
+    names = {} if namespace is None else namespace
+    names["__name__"] = "__main__"
     for block in read_blocks(ROOT / name):
         if runs(block):
             run_block(block, names, places or {})
@@ -134,7 +202,7 @@ def run_page(name: str, namespace: dict[str, Any] | None = None, places: dict[st
 
 def local_pages() -> list[Any]:
     slow = pytest.mark.slow  # several trainings each
-    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3 | ON_HUB | ON_ENDPOINT]
+    names = [name for name in NAMES if name not in ON_SPARK | ON_STREAM | ON_RAY | ON_S3 | ON_HUB | ON_ENDPOINT]
     return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
@@ -146,6 +214,8 @@ def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path, tin
     if name in SCORED:
         shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
         shutil.copytree(tiny_gpt2, folder / "runs" / "chat" / "model")
+    if name in ADDED:
+        ADDED[name](folder)
     if name in FINISHED:
         assert main(["train", "job.yaml"]) == main(["predict", "runs/job/model", "new.parquet", "scored"]) == 0
     run_page(name)
@@ -191,6 +261,22 @@ def test_the_blocks_run_on_spark(name: str, folder: Path, tiny_model: Path, spar
     frame = spark.read.parquet(str(folder / "new.parquet"))
     frame.createOrReplaceTempView("reviews")
     run_page(name, {"spark": spark}, {"/mnt/shared": str(folder / "shared"), "main.reviews": "reviews"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ON_STREAM))
+def test_the_blocks_run_on_a_stream(name: str, folder: Path, tiny_model: Path, spark: "SparkSession") -> None:
+    shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
+    (folder / "incoming").mkdir()
+    shutil.copy(folder / "new.parquet", folder / "incoming" / "new.parquet")
+    names: dict[str, Any] = {"spark": spark}
+    # Paths are Spark's, whose process has a current folder of its own.
+    run_page(name, names, {f'"{path}': f'"{folder}/{path}' for path in ("incoming/", "lake/", "checkpoints/", "runs/")})
+    try:
+        names["query"].processAllAvailable()
+    finally:
+        names["query"].stop()
+    assert DeltaTable(folder / "lake" / "labels").to_pyarrow_table().num_rows == 40
 
 
 @pytest.mark.slow

@@ -66,8 +66,10 @@ class Output:
         """A local path that stands for the output: input that must be stored first is stored beside it."""
         if self.target.staged:
             return local_output(self.text)  # as the caller names it: relative, or a link
-        root = self.target.root
-        return Path(root) if root and not is_url(root) else temporary_folder(root or self.text)
+        root, table = self.target.root, as_table(self.target)
+        if root and not is_url(root):
+            return Path(root)
+        return temporary_folder(root or (table.address if table else self.text))
 
     @property
     def shared_folder(self) -> Path | None:

@@ -145,6 +145,9 @@ class Logged(NamedTuple):
 class TableTarget(Protocol):
     """What a target adds whose rows have several commits."""
 
+    address: str
+    "Its root; before there is one, its name with the address of its catalog, because two catalogs may have one name."
+
     def table_id(self, snapshot: Any) -> str:
         """Return the table's own id, another one if it was dropped and recreated; empty if there is no table yet."""
 

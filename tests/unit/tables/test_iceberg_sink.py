@@ -31,6 +31,7 @@ from torchlake.errors import OutputError, StorageError, TableError, UsageError
 from torchlake.outputs.find import open as open_output
 from torchlake.outputs.find import output_of
 from torchlake.outputs.parts import Part, part_name
+from torchlake.outputs.staging.spool import spooled
 from torchlake.outputs.target import Change, Conflict, target_options
 from torchlake.outputs.targets import iceberg
 from torchlake.outputs.transaction import WriteRequest
@@ -54,6 +55,21 @@ def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqlCatalog
     catalog.create_namespace("db")
     yield catalog
     catalog.close()
+
+
+def test_frames_for_two_catalogs_of_one_name_wait_in_folders_of_their_own(
+    lake: SqlCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame is stored before its table exists, and so before the table has a location."""
+    frame = source_rows(3)
+    with spooled(frame, output_of(NAME).place) as first:
+        monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/other.db")
+        monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+        with pyiceberg.catalog.load_catalog("lake") as other:
+            other.create_namespace("db")
+        with spooled(frame, output_of(NAME).place) as second:
+            assert first.path != second.path
+        assert first.path.is_file()
 
 
 @pytest.fixture

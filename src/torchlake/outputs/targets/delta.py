@@ -59,6 +59,11 @@ class DeltaTarget:
     reusable: bool = False
     staged: bool = False
 
+    @property
+    def address(self) -> str:
+        """The root."""
+        return self.root
+
     def snapshot(self) -> DeltaSnapshot:
         """Return the newest version."""
         from deltalake import DeltaTable

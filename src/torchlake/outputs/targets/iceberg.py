@@ -68,6 +68,8 @@ class IcebergTarget:
     options: TargetOptions
     table: Any
     "The table as it was when the job began; None if there was none."
+    catalog: str
+    "The address of the catalog, and its warehouse."
     reusable: bool = False
     staged: bool = False
 
@@ -80,6 +82,11 @@ class IcebergTarget:
     def root(self) -> str:
         """The table's location; empty before there is a table."""
         return "" if self.table is None else root_of(self.table)
+
+    @property
+    def address(self) -> str:
+        """The table's location; before there is one, its name and its catalog."""
+        return self.root or f"{self.name.name} {self.catalog}"
 
     @property
     def partition_by(self) -> tuple[str, ...]:
@@ -269,7 +276,8 @@ def open_target(output: str, options: TargetOptions) -> IcebergTarget:
                 f"{output}: the catalog {name.catalog!r} has no namespace {namespace!r}. Create it: "
                 f"pyiceberg --catalog {name.catalog} create namespace {namespace or 'NAME'}"
             )
-    target = IcebergTarget(name=name, options=options, table=None)
+        address = f"{catalog.properties.get('uri')} {catalog.properties.get('warehouse')}"
+    target = IcebergTarget(name=name, options=options, table=None, catalog=address)
     target.table = target.snapshot().table
     return target
 
