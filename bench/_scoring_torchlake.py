@@ -15,7 +15,7 @@ import pyarrow as pa
 from _contender import Score, serve
 
 from torchlake import plugins
-from torchlake.models import load as models
+from torchlake.models.spec import load_spec
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import BATCH_TOKENS, Scorer
 
@@ -40,7 +40,7 @@ def settings_of(model: str | Path, runtime: str, batch_tokens: int | None = None
         keep=(),
         key=None,
         prefix="",
-        all_probabilities=models.load_spec(model).label is not None,
+        all_probabilities=load_spec(model).label is not None,
         null="error",
         row_timeout_s=600.0,
         batch_tokens=batch_tokens,
@@ -55,17 +55,17 @@ def read_texts(scorer: Scorer, texts: Sequence[str]) -> Any:
 def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
     """Export and calibrate, where the runtime does so; its memory is not the scoring process's."""
     runtime, folder = plugins.load("runtimes", setup["runtime"]), Path(setup["model"])
-    task = models.load_spec(folder).task
+    task = load_spec(folder).task
     reason = runtime.never.get(task) or runtime.refusal(folder)
     if runtime.tasks is not None and task not in runtime.tasks:
         reason = f"it computes {', '.join(runtime.tasks)} only"
     if reason:
         raise Refused(reason)
     if hasattr(runtime, "prepare"):
-        from torchlake.models import exports
+        from torchlake.runtimes import _exports
         from torchlake.scoring.scorer import prepare_runtime
 
-        if exports.current(folder, setup["runtime"], task) is None:
+        if _exports.current(folder, setup["runtime"], task) is None:
             settings = settings_of(setup["model"], setup["runtime"], None)
             prepare_runtime(settings, setup["runtime"], pa.table({settings.text: setup["texts"]}))
     return {}

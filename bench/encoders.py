@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from torchlake.data.batching import length_batches
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import _products, eager, varlen
 
 WORDS, LONGEST, BUDGET, ARRIVING = 30_522, 128, 1024, 32

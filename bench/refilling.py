@@ -44,7 +44,7 @@ def write(setup: dict[str, Any], case: str, refilled: bool) -> dict[str, Any]:
     """Write all texts, and return the CPU seconds and the texts."""
     from torchlake.jobs.worker.texts import Budget, Prompt, Texts
     from torchlake.models.generation import GenerationOptions
-    from torchlake.models.load import load_spec
+    from torchlake.models.spec import load_spec
     from torchlake.runtimes import eager
     from torchlake.runtimes._writing.session import session_of
     from torchlake.runtimes._writing.static import StaticWriter

@@ -27,6 +27,7 @@ from _limit import model_operations
 from _scoring_rows import Row, ablation, compare, limit_row, measured, peers, runtimes
 
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.tasks._tokens import tokenize
 
 CALIBRATION_ROWS = 200
@@ -177,7 +178,7 @@ def machine_rates() -> dict[str, float]:
 
 def token_lengths(model: Path, texts: list[str]) -> np.ndarray:
     """(N,) tokens of each text, special ones included."""
-    spec = load.load_spec(model)
+    spec = load_spec(model)
     _, offsets, _ = tokenize(load.load_tokenizer(model), texts, spec.max_length)
     return np.diff(offsets)
 

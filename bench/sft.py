@@ -102,7 +102,7 @@ def targets_of(run: Path) -> list[int]:
     """Return the targets of each step of a run's first epoch, which its plan tells."""
     from torchlake.config.job import load_job
     from torchlake.data import bins, loading, packing
-    from torchlake.models.load import load_spec
+    from torchlake.models.spec import load_spec
     from torchlake.training.rows import Rows, planned_batches, steps_per_epoch
 
     table = loading.open_tokens(next((run / "cache").iterdir()))

@@ -25,7 +25,8 @@ import torch
 import transformers
 
 from torchlake import plugins
-from torchlake.models.load import load_spec, load_tokenizer
+from torchlake.models.load import load_tokenizer
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import _ctranslate2_export
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.scorer import Scorer

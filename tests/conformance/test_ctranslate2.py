@@ -18,9 +18,10 @@ import torchlake as tl
 from sweeps import sweep
 from torchlake import atomic_io, plugins
 from torchlake.errors import UnsafeError, UsageError
-from torchlake.models import exports, load
+from torchlake.models import load
 from torchlake.models.generation import GenerationOptions
-from torchlake.runtimes import Text, _ctranslate2_export, write_all
+from torchlake.models.spec import load_spec
+from torchlake.runtimes import Text, _ctranslate2_export, _exports, write_all
 from torchlake.runtimes._ctranslate2 import longest_beside
 
 TEXTS = [
@@ -85,7 +86,7 @@ def test_texts_are_those_of_eager(name: str, tmp_path: Path) -> None:
     expected = answers(model, "eager")
     assert len({each["generated_text"] for each in expected}) > 2
     assert answers(model, "ctranslate2") == expected
-    export = exports.current(model, "ctranslate2", load.load_spec(model).task)
+    export = _exports.current(model, "ctranslate2", load_spec(model).task)
     assert export is not None
     assert "ctranslate2" in atomic_io.read_manifest(export)["versions"]
     names = _ctranslate2_export.vocabulary(export)
@@ -112,7 +113,7 @@ def test_stop_strings_end_tokens_and_neighbors_are_those_of_eager(llama: Path) -
 
 
 def test_a_text_that_was_begun_is_continued(llama: Path) -> None:
-    spec, options = load.load_spec(llama), GenerationOptions(max_new_tokens=8)
+    spec, options = load_spec(llama), GenerationOptions(max_new_tokens=8)
     writer = plugins.load("runtimes", "ctranslate2").open_writer(llama, spec, device="cpu", options=options)
     prompts = [np.array(each) for each in ([5, 6, 7, 8, 9], [10, 11, 12], [20])]
     whole = write_all(writer, prompts, options)
@@ -125,7 +126,7 @@ def test_a_text_that_was_begun_is_continued(llama: Path) -> None:
 
 
 def test_what_a_report_raises_leaves_an_empty_writer(llama: Path) -> None:
-    spec, options = load.load_spec(llama), GenerationOptions(max_new_tokens=8)
+    spec, options = load_spec(llama), GenerationOptions(max_new_tokens=8)
     writer = plugins.load("runtimes", "ctranslate2").open_writer(llama, spec, device="cpu", options=options)
     for error in (OSError, KeyboardInterrupt):
 
@@ -140,7 +141,7 @@ def test_what_a_report_raises_leaves_an_empty_writer(llama: Path) -> None:
 
 
 def test_scores_of_given_answers_are_those_of_the_model(llama: Path) -> None:
-    spec, module = load.load_spec(llama), plugins.load("runtimes", "ctranslate2")
+    spec, module = load_spec(llama), plugins.load("runtimes", "ctranslate2")
     ids, answer = np.array([5, 6, 7, 8, 9]), np.array([20, 21, 22])
     whole = np.concatenate([ids, answer])[None]
     logits = plugins.load("runtimes", "eager").load(llama, spec, device="cpu")(
@@ -157,7 +158,7 @@ def test_eight_bits_are_an_export_of_their_own(llama: Path) -> None:
     assert all(each["error"] is None for each in answers(llama, "ctranslate2_int8", TEXTS[:2]))
     sizes = [(llama / "runtimes" / name / "model.bin").stat().st_size for name in ("ctranslate2", "ctranslate2_int8")]
     assert sizes[1] < sizes[0] / 2
-    assert exports.identity(llama, "ctranslate2") != exports.identity(llama, "ctranslate2_int8")
+    assert _exports.identity(llama, "ctranslate2") != _exports.identity(llama, "ctranslate2_int8")
 
 
 def test_what_it_does_not_compute_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_model_that_converts_and_does_not_agree_is_refused(
 ) -> None:
     model = build(tmp_path, name, **changes)
     with pytest.raises(UsageError, match=words):
-        plugins.load("runtimes", "ctranslate2").prepare(model, load.load_spec(model), [])
+        plugins.load("runtimes", "ctranslate2").prepare(model, load_spec(model), [])
     assert not list((model / "runtimes").iterdir())
 
 
@@ -230,7 +231,7 @@ def test_another_token_in_the_vocabulary_is_an_export_that_is_made_again(llama: 
     place = copy / "runtimes" / "ctranslate2" / "vocabulary.json"
     names = json.loads(place.read_text())
     place.write_text(json.dumps([names[1], names[0], *names[2:]]))
-    assert exports.current(copy, "ctranslate2", "text_generation") is None
+    assert _exports.current(copy, "ctranslate2", "text_generation") is None
     assert answers(copy, "ctranslate2", TEXTS[:2]) == answers(copy, "eager", TEXTS[:2])
 
 

@@ -22,7 +22,7 @@ import tiny
 from sweeps import sweep
 from torchlake import plugins
 from torchlake.errors import UsageError
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
 from torchlake.processes import hardware
 from torchlake.scoring.rows import ScoringSettings

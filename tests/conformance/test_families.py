@@ -21,7 +21,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake import plugins
 from torchlake.errors import UsageError
-from torchlake.models import load
+from torchlake.models.spec import load_spec
 
 QUICK = ["bart", "gpt2", "llama", "mixtral", "modernbert", "t5", "xlnet", "xmod"]
 QUICK_WRITERS = ["gpt2", "qwen3", "mixtral"]
@@ -100,7 +100,7 @@ def agrees(model: Path, runtime: str, expected: np.ndarray) -> bool:
         return False
     try:
         if hasattr(module, "prepare"):
-            module.prepare(model, load.load_spec(model), [])
+            module.prepare(model, load_spec(model), [])
         table = pa.table({"text": TEXTS})
         scored = tl.predict(model, table, engine=tiny.Here(), runtime=runtime, all_probabilities=True)
     except UsageError:

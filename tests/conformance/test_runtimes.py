@@ -17,6 +17,7 @@ from sweeps import sweep
 from torchlake import plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.models import load as models
+from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward
 
@@ -51,7 +52,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     @cache
     def forward_of(name: str, kind: str) -> Forward:
         folder, runtime = folder_of(kind), plugins.load("runtimes", name)
-        spec = models.load_spec(folder)
+        spec = load_spec(folder)
         if hasattr(runtime, "prepare"):
             pad_id = models.load_tokenizer(folder).pad_token_id
             rows = [batch(lengths, pad_id) for lengths in ([5, 8], [12, 20], [30, 31], [1, 2])]
@@ -61,7 +62,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
     def get(name: str, kind: str) -> tuple[Path, Forward]:
         folder, runtime = folder_of(kind), plugins.load("runtimes", name)
-        reason = runtime.refusal(folder) or runtime.never.get(models.load_spec(folder).task)
+        reason = runtime.refusal(folder) or runtime.never.get(load_spec(folder).task)
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
         return folder, forward_of(name, kind)
@@ -81,7 +82,7 @@ QUICK = set(plugins.names("runtimes")) - COMPILED
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
     folder, forward = load(name, kind)
-    spec, pad_id = models.load_spec(folder), models.load_tokenizer(folder).pad_token_id
+    spec, pad_id = load_spec(folder), models.load_tokenizer(folder).pad_token_id
     task = plugins.load("tasks", spec.task)
     for lengths in BATCHES:
         ids, mask = batch(lengths, pad_id)

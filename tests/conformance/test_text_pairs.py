@@ -14,7 +14,7 @@ import tiny
 from sweeps import sweep
 from task_cases import pairs
 from torchlake import plugins
-from torchlake.models.load import uses_token_types
+from torchlake.models.spec import uses_token_types
 from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings

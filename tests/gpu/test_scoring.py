@@ -15,6 +15,7 @@ from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import write_all
 
 LENGTHS = [1, 9, 9, 30]
@@ -34,7 +35,7 @@ def batch(pad_id: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick=()))
 def test_a_runtime_agrees_with_eager_on_the_cpu(name: str, model: Path, device: str) -> None:
-    runtime, spec = plugins.load("runtimes", name), models.load_spec(model)
+    runtime, spec = plugins.load("runtimes", name), load_spec(model)
     reason = runtime.refusal(model)
     if reason is not None:
         pytest.skip(reason)
@@ -101,7 +102,7 @@ def test_two_devices_share_a_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_is_generated_alone_as_among_others(temperature: float, tiny_llama: Path, device: str) -> None:
-    spec, options = models.load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)
+    spec, options = load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)
     writer = plugins.load("runtimes", "eager").open_writer(tiny_llama, spec, device=device, options=options)
     ids, _ = batch(models.load_tokenizer(tiny_llama).pad_token_id)
     prompts = [ids[row, :length] for row, length in enumerate(LENGTHS)]

@@ -13,6 +13,7 @@ from torchlake import atomic_io
 from torchlake.config.job import load_job
 from torchlake.errors import StorageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.runs import folder
 from torchlake.storage import lease
 
@@ -84,7 +85,7 @@ def test_what_killed_writers_left_is_removed_where_the_next_one_begins(
     places[3].write_bytes(b"half")
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    spec = load.load_spec(tiny_model)
+    spec = load_spec(tiny_model)
     load.save_model_folder(tmp_path / "model", model, model.config, tokenizer, spec, card={})
     assert not list(tmp_path.rglob("*.tmp"))
 

@@ -1,7 +1,8 @@
 """The options of the commands: how they are declared, and the values that Python functions get.
 
-A command names the classes that declare its options: those of the Python functions in `config/options.py`, those below,
-and its own. An option that is not given is not passed on, so the defaults are those of the Python functions.
+A command names the classes that declare its options: those of the Python functions (`config/options.py`,
+`config/measuring.py`), those below, and its own. An option that is not given is not passed on, so the defaults are
+those of the Python functions.
 """
 
 import inspect
@@ -19,8 +20,10 @@ import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
+from torchlake.config.arguments import types_of
+from torchlake.config.measuring import EvaluateOptions
 from torchlake.config.messages import expected
-from torchlake.config.options import EvaluateOptions, Option, PredictOptions, types_of
+from torchlake.config.options import Option, PredictOptions
 from torchlake.config.yaml import read_text
 from torchlake.errors import UsageError
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchlake.config.messages import TEXT, expected, one_of
-from torchlake.config.options import Option, types_of
+from torchlake.config.options import Option
 from torchlake.errors import UsageError
 
 WORDS: dict[type, tuple[str, type]] = {
@@ -60,6 +60,13 @@ def read_named_json(option: str, path: str | os.PathLike[str]) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise UsageError(f"{option}: {path}: is not JSON: {error}") from None
+
+
+def types_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a value may have: the members of a union, without metadata."""
+    if get_origin(annotation) is Annotated:
+        return types_of(get_args(annotation)[0])
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _problem(value: Any, annotation: Any) -> str | None:

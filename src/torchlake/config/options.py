@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypedDict
 
 from torchlake import plugins
 
@@ -232,25 +231,6 @@ class EndpointArguments(TypedDict, total=False):
     insecure_endpoint: Annotated[bool, _endpoint(None, "Allow http:// to other machines.")]
 
 
-class EvaluateOptions(
-    ReadArguments, SamplingArguments, StructureArguments, ChoiceArguments, PromptArguments, total=False
-):
-    """The options of `evaluate` besides columns and runtime: its rows, and how a model writes that is measured so.
-
-    `report` and what follows are those of a folder with the rows that were measured.
-    """
-
-    chat: bool
-    report: Annotated[str | Path, _output("FOLDER", "Write rows.parquet, eval.json and the page eval.html there.")]
-    key: Annotated[str, _output("COLUMN", "Column of unique, non-null values that identify rows of the report.")]
-    slices: Annotated[
-        Sequence[str], _output("COLUMN", "Also measure the rows of each value of this column; repeatable.", "--slice")
-    ]
-    no_texts: Annotated[bool, _output(None, "Leave the input columns out of the report.")]
-    label_hints: Annotated[bool, _output(None, "List labels that may be wrong (with cleanlab, if installed).")]
-    overwrite: Annotated[bool, _output(None, "Replace the report of another model or table.")]
-
-
 class ModelArguments(TypedDict, total=False):
     """How a model reads a table's rows."""
 
@@ -304,7 +284,7 @@ class PredictOptions(
     EndpointArguments,
     total=False,
 ):
-    """The options of `predict` besides columns, runtime and engine; documented there."""
+    """The options of `predict` besides columns, runtime and engine; its docstring describes them."""
 
     all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
     token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]
@@ -322,17 +302,3 @@ class PredictOptions(
 
 class RankOptions(FolderArguments, ModelArguments, total=False):
     """The options of `rank` besides columns, runtime and engine: they are those of `predict`."""
-
-
-class OptimizeOptions(FilterArguments, ColumnArguments, SamplingArguments, StructureArguments, total=False):
-    """The options of `optimize` about the model's inputs, the rows that are read, and how texts are written."""
-
-    task: Any
-    seed: int | None
-
-
-def types_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that a value may have: the members of a union, without metadata."""
-    if get_origin(annotation) is Annotated:
-        return types_of(get_args(annotation)[0])
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

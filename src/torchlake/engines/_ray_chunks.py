@@ -8,31 +8,27 @@ Cost: about 1 s to start an actor, then 1 ms per call; while there are many chun
 """
 
 import logging
-import pickle
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from torchlake.engines._ray_actor import ChunkActor
 from torchlake.engines._ray_cluster import (
     ProcessResources,
     end_actors,
     format_resources,
-    granted_gpus,
     missing_resources,
     total_nodes,
 )
 from torchlake.errors import RankFailed, UsageError
-from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS, Message
-from torchlake.processes.remote import Driver, drain
-from torchlake.processes.serialization import Failure, pack, to_exception, unpack
+from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS
+from torchlake.processes.remote import Driver
+from torchlake.processes.serialization import pack, to_exception, unpack
 
 MAX_BUNDLE_CHUNKS = 64
 BUNDLES_PER_ACTOR = 16  # before chunks are bundled: enough to balance slow ones
@@ -40,79 +36,6 @@ WARN_S = 30.0  # without a place for any actor, before the first message; then t
 GROW_S = 300.0  # for a cluster on which no process fits
 
 log = logging.getLogger(__name__)
-
-
-class ChunkActor:
-    """One child process, which is restarted here if a chunk kills it."""
-
-    def __init__(self, driver: Driver, payload: bytes, variables: Mapping[str, str]) -> None:
-        self._driver = driver
-        self._messages, self._ended = SimpleQueue[Message](), True
-        # Calls of one actor overlap: the next bundle arrives while the last one still waits for its results.
-        self._lock, self._reading = threading.Lock(), set[SimpleQueue[Message]]()
-        self._process = driver.chunk_process(payload, variables, granted_gpus())
-
-    def ready(self) -> Failure | None:
-        """Return why the driver's functions cannot run here, or None."""
-        return self._driver.version_failure()
-
-    @ray.method(num_returns="streaming")
-    def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
-        """Run the chunks in order; yield lists of (kind, value) as in `chunk_process.Message`."""
-        chunks, messages = pickle.loads(bundle), SimpleQueue[Message]()
-        with self._lock:
-            # Replaced under the lock, because a call that ends at this moment passes a late failure on to
-            # `self._messages`.
-            before, self._messages, self._ended = self._messages, messages, False
-            is_read = before in self._reading  # the last call still waits for results: they are its own
-            self._reading.add(messages)
-        self._process.submit(chunks, messages)
-        # Between two calls no call reads. A failure of the child in that time is in the old queue, and without it the
-        # driver would wait forever for results.
-        if not is_read:
-            _pass_on_failures(before, messages)
-        left = len(chunks)
-        while left > 0:
-            events = [message[1:] for message in drain(messages)]
-            kinds = [kind for kind, _ in events]
-            self._ended = "ended" in kinds or "failed" in kinds
-            # After a failure no result follows; to wait for one would block the actor for good.
-            left = 0 if "failed" in kinds else left - kinds.count("result")
-            yield events
-        with self._lock:
-            self._reading.remove(messages)
-            latest = self._messages
-        # A failure after the last result belongs to the next bundle, which reads another queue.
-        if latest is not messages:
-            _pass_on_failures(messages, latest)
-
-    def finish(self) -> Failure | None:
-        """Let the child end its generator; return its failure, or None."""
-        while not self._ended:
-            self._process.finish()
-            # A call that is still running reads the messages itself; taking one here would keep it from that call.
-            if self._reading:  # by calls
-                time.sleep(0.01)
-                continue
-            with suppress(Empty):
-                _, kind, value = self._messages.get(timeout=0.01)
-                if kind == "failed":
-                    return value  # type: ignore[no-any-return]
-                self._ended = kind == "ended"
-        self.stop()
-        return None
-
-    def stop(self) -> None:
-        """Kill the child."""
-        self._process.__exit__()
-
-
-def _pass_on_failures(done: "SimpleQueue[Message]", latest: "SimpleQueue[Message]") -> None:
-    """Move a failure that came after the last result of a call to the latest call."""
-    while not done.empty():
-        message = done.get()
-        if message[1] == "failed":
-            latest.put(message)
 
 
 @dataclass(eq=False)

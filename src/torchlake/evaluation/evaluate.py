@@ -13,7 +13,8 @@ from typing import Any, Unpack
 
 from torchlake import atomic_io, plugins
 from torchlake.config.arguments import refuse_unknown
-from torchlake.config.options import AnswerArguments, EvaluateOptions, ReadArguments
+from torchlake.config.measuring import EvaluateOptions
+from torchlake.config.options import AnswerArguments, ReadArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import UsageError

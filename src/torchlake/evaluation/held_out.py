@@ -28,7 +28,7 @@ from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, jud
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts
 from torchlake.models.folders import model_hash
-from torchlake.runs import folder as run_folder
+from torchlake.runs.tables import read_options_of, stored_tables
 from torchlake.scoring.workers.output import non_finite_rows
 from torchlake.storage.spread import Spread
 from torchlake.tables.chunks import plan_chunks
@@ -80,11 +80,11 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     if json.loads(stored.schema.metadata[b"outcome"]) != result["metrics"]:
         log.info("%s: has no page of its validation rows: they are not those of the best step", run)
         return
-    name = next(reversed(run_folder.stored_tables(job)))
+    name = next(reversed(stored_tables(job)))
     folder = run / PAGE
     folder.mkdir(exist_ok=True)
     atomic_io.remove([folder / FACTS])
-    table, options = run_folder.stored_tables(job)[name], run_folder.read_options_of(job, name)
+    table, options = stored_tables(job)[name], read_options_of(job, name)
     source = open_table(table, columns=spec.columns, options=options, spread=spread)
     inputs = [column for column in spec.input_columns if not is_content(source.schema.field(column).type)]
     columns = RowColumns(key=job.data.key, label=spec.label, prefix=PREFIX, inputs=inputs)

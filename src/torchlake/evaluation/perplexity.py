@@ -48,8 +48,7 @@ from torchlake.outputs.staging.spool import spooled
 from torchlake.preparation.prepare import prepare
 from torchlake.progress import progress
 from torchlake.scoring.rows import Runtime
-from torchlake.scoring.runtime_choice import REFERENCE, requested
-from torchlake.scoring.scorer import device, worker_memory
+from torchlake.scoring.runtime_choice import REFERENCE, device, requested, worker_memory
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.keys import check_key

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from torchlake import atomic_io, plugins
-from torchlake.config.options import EvaluateOptions
+from torchlake.config.measuring import EvaluateOptions
 from torchlake.display import plain
 from torchlake.engines import Engine
 from torchlake.errors import FingerprintError, OutputError, UsageError

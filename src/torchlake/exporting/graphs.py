@@ -9,11 +9,11 @@ from pathlib import Path
 from torchlake.atomic_io import MANIFEST
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import MissingExtra, UsageError
-from torchlake.models import exports
 from torchlake.models.folders import ADAPTER, ADAPTER_CONFIG, BASE_RECORD, INDEX, TOKENIZER_FILES
-from torchlake.models.load import load_spec, load_weights, uses_token_types
+from torchlake.models.load import load_weights
+from torchlake.models.spec import load_spec, uses_token_types
 from torchlake.models.write import save_weights
-from torchlake.runtimes import _exported, _onnx_export, _openvino
+from torchlake.runtimes import _exports, _onnx_export, _openvino
 
 ONNX = ("onnx", "onnxruntime")
 OPENVINO = "openvino_model"
@@ -43,7 +43,7 @@ def write_whole(model: Path, folder: Path) -> None:
     for path in sorted(model.rglob("*")):
         inner = path.relative_to(model)
         weights = path.parent == model and (path.suffix == ".safetensors" or path.name in left)
-        if path.is_file() and not weights and inner.parts[0] not in (exports.FOLDER, ADAPTER):
+        if path.is_file() and not weights and inner.parts[0] not in (_exports.FOLDER, ADAPTER):
             (folder / inner).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / inner)
     save_weights(folder, load_weights(model))
@@ -75,7 +75,7 @@ def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpe
         raise UsageError(
             f"{model}: the model's task is {spec.task}; the format {format} supports text_classification only."
         )
-    refusal = _exported.refusal(model, extra=format, libraries=libraries)
+    refusal = _exports.refusal(model, extra=format, libraries=libraries)
     if refusal is not None:
         raise (MissingExtra if "not installed" in refusal else UsageError)(f"{model}: {refusal}.")
     return spec

@@ -246,7 +246,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def file_hash(path: Path) -> str:
-    """Return the sha256 of a file, which is read again only if its version has changed."""
+    """Return the sha256 of a file; it is computed once for each version of the file."""
     return _hash_of(path, settled_version_of(str(path)))
 
 

@@ -15,7 +15,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.labels.predictions import THRESHOLD
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import EMBEDS
+from torchlake.models.spec import EMBEDS
 
 CLOSE = 1e-3
 "Probabilities that differ by less count as equal; only a label with a near tie can change."

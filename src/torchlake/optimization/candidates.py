@@ -20,7 +20,6 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.errors import TorchlakeError
-from torchlake.models import exports
 from torchlake.optimization import measure as trials
 from torchlake.optimization.agreement import compare, outside
 from torchlake.optimization.measure import Measured, RuntimeTrial, Stopped
@@ -35,9 +34,9 @@ from torchlake.optimization.texts import (
     write_reference,
 )
 from torchlake.processes.hardware import cores, gpus, max_processes
+from torchlake.runtimes import _exports
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
-from torchlake.scoring.scorer import worker_memory
+from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable, worker_memory
 
 NEAR = 0.8
 "A candidate below this share of the best rate so far is measured on a share of the rows only."
@@ -170,7 +169,7 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
     if module is None or not hasattr(module, "prepare"):
         return None
     folder, name = Path(bench.settings.model), runtime_name(runtime)
-    if not module.CALIBRATED and exports.current(folder, name, bench.spec.task) is not None:
+    if not module.CALIBRATED and _exports.current(folder, name, bench.spec.task) is not None:
         return None
     if module.CALIBRATED and len(bench.sample.calibration) == 0:
         return Stopped(verdict="not tried: the sample has no rows to calibrate with")

@@ -25,7 +25,8 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments, refuse_unknown
-from torchlake.config.options import FilterArguments, GenerationArguments, OptimizeOptions
+from torchlake.config.measuring import OptimizeOptions
+from torchlake.config.options import FilterArguments, GenerationArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.config.types import parse_seconds
 from torchlake.display import Shown, plain, shown
@@ -33,7 +34,7 @@ from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
-from torchlake.models.load import EMBEDS
+from torchlake.models.spec import EMBEDS
 from torchlake.optimization.candidates import (
     AGREES,
     Bench,

@@ -48,7 +48,7 @@ from torchlake.planning.workload import Padding, Workload, longest_row
 from torchlake.preparation.checks import check_metric, check_tables
 from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
-from torchlake.runs.folder import load_with_frames
+from torchlake.runs.tables import load_with_frames
 from torchlake.tables.sources import streams
 from torchlake.tasks import Task
 

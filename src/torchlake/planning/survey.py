@@ -29,7 +29,7 @@ from torchlake.models.config import image_tokens
 from torchlake.preparation.conversations import check_training_columns, with_table
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.preparation.row_checks import make_examples
-from torchlake.runs.folder import read_options_of
+from torchlake.runs.tables import read_options_of
 from torchlake.tables.chunks import evenly_spaced, sample_rows
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader

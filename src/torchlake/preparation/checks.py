@@ -10,7 +10,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import ConfigError, TableError, UsageError
 from torchlake.preparation.conversations import with_table
 from torchlake.preparation.problem import draft_spec
-from torchlake.runs.folder import read_options_of, stored_tables
+from torchlake.runs.tables import read_options_of, stored_tables
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.table import open_table
 from torchlake.tasks import Task

@@ -26,9 +26,9 @@ from torchlake.config.task_spec import (
 from torchlake.errors import ConfigError
 from torchlake.labels.column import label_warnings, read_labels
 from torchlake.loss import check_objective
-from torchlake.models.load import head_spec
+from torchlake.models.spec import head_spec
 from torchlake.preparation.conversations import row_options, with_table
-from torchlake.runs.folder import read_options_of
+from torchlake.runs.tables import read_options_of
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tasks import PAIR
 

@@ -26,7 +26,7 @@ from torchlake.failpoints import failpoint
 from torchlake.jobs.worker.poison_rows import Attempt
 from torchlake.models import load
 from torchlake.models.folders import base_folder, model_hash, tokenizer_hash
-from torchlake.scoring.scorer import device, worker_memory
+from torchlake.scoring.runtime_choice import device, worker_memory
 from torchlake.tables.arrays import from_numpy
 from torchlake.tables.plan import Chunk
 

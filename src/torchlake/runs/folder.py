@@ -1,4 +1,4 @@
-"""The run folder: which job it belongs to, whether it is finished, and the job's stored frames.
+"""The run folder: which job it belongs to, and whether it is finished.
 
     job.yaml  sources.json  base.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl
     logs/  model/  report.html  result.json
@@ -10,7 +10,7 @@ mix the steps of two jobs.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,8 @@ from torchlake.errors import DataError, FingerprintError
 from torchlake.outputs.find import folder_output
 from torchlake.redaction import redacted
 from torchlake.runs import metrics_log
+from torchlake.runs.tables import stored_tables
 from torchlake.tables.record import local_output
-from torchlake.tables.selection.options import Selection
-from torchlake.tables.sources._find import pinned
-from torchlake.tables.sources._options import ReadOptions, dialect
-from torchlake.tables.sources.frames import engine_of
-from torchlake.tables.sources.streams import is_stored_first
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +35,6 @@ WRITTEN = "written"
 RESULT = "result.json"
 FOLDS = "folds.json"
 "The file of a cross-validation's folder with its job and the number of folds."
-SOURCES = "sources.json"
-"The job's tables, each with the version that the run reads; missing if none has versions."
 BASE = "base.json"
 "The hash of the job's base model; missing if it has none."
 AUTO = "auto"
@@ -208,37 +202,10 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
     return {**settings, **task, **tables}
 
 
-def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
-    """Return the job's stored tables, by purpose."""
-    validation = job.data.validation
-    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
-
-
-def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
-    """Return the job with a version of each table that has versions: the recorded ones if `begun`, else the current
-    ones.
-
-    The current versions are recorded, so that a run that is resumed reads the same rows. Raises TableError if a table
-    cannot be read.
-    """
-    path, tables = folder / SOURCES, stored_tables(job)
-    if begun and path.exists():
-        found: dict[str, Any] = atomic_io.read_json(path)
-        for name, table in found.items():
-            log.info("data.%s: %s, as when the run began", name, table)
-    else:
-        found = {name: pinned(table) for name, table in tables.items()}
-        found = {name: one for name, one in found.items() if one != _as_list(tables[name])}
-        atomic_io.remove([path])
-        if found:
-            atomic_io.write_json(path, found, site="run.sources")
-    return load_job(job, data=found) if found else job
-
-
 def check_base(folder: Path, base: Path | None, base_hash: str, *, begun: bool) -> None:
     """Record the hash of the base model when a run begins. Raises FingerprintError if it is another one by now.
 
-    Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base again.
+    Checkpoints have only what is trained: with frozen layers or adapters the rest comes from the base model.
     """
     path = folder / BASE
     if base is None:
@@ -252,20 +219,6 @@ def check_base(folder: Path, base: Path | None, base_hash: str, *, begun: bool) 
             )
     elif not begun:
         atomic_io.write_json(path, found, site="run.base")
-
-
-def _as_list(table: str | tuple[str, ...]) -> str | list[str]:
-    return table if isinstance(table, str) else [*table]
-
-
-def read_options_of(job: Job, name: str) -> ReadOptions:
-    """Return how the job reads its table `name` of `stored_tables`: `sample` and `limit` are for the training table
-    only."""
-    data = job.data
-    selection = Selection(where=data.where)
-    if name == "train":
-        selection = Selection(where=data.where, sample=data.sample, limit=data.limit, seed=job.train.seed)
-    return ReadOptions(selection=selection, csv=dialect(data.csv.model_dump()))
 
 
 def is_trained(folder: Path, job: Job) -> bool:
@@ -284,44 +237,6 @@ def finished(folder: Path) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = atomic_io.read_json(folder / RESULT)
     return result
-
-
-def load_with_frames(
-    job: str | Path | Job | None, overrides: Sequence[str], sections: Mapping[str, Any], folder: Path, **engine: Any
-) -> tuple[dict[Path, Any], Job]:
-    """Return the tables that are stored in the run folder first, by their paths there, and the job with these paths:
-    frames and streams in the sections, and folders of images.
-    """
-    frames, stored = frames_to_paths(sections, folder)
-    wanted = load_job(job, overrides, **stored, **engine)
-    images, stored = frames_to_paths({"data": stored_tables(wanted)}, folder)
-    return frames | images, load_job(wanted, **stored) if images else wanted
-
-
-def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[Path, Any], dict[str, Any]]:
-    """Return the frames and streams in data.train and data.validation by the path where they will be stored, and the
-    sections with these paths in their place.
-    """
-    data = sections.get("data")
-    if not isinstance(data, Mapping):
-        return {}, {**sections}
-    frames: dict[Path, Any] = {}
-
-    def stored(one: Any, name: str) -> Any:
-        if not is_stored_first(one) and engine_of(one) is None:
-            return one
-        path = folder / "input" / f"{name}.parquet"
-        frames[path] = one
-        return str(path)
-
-    tables = {}
-    for name in ("train", "validation"):
-        given = data.get(name)
-        if isinstance(given, list | tuple):
-            tables[name] = [stored(one, f"{name}-{number}") for number, one in enumerate(given)]
-        elif name in data:
-            tables[name] = stored(given, name)
-    return frames, {**sections, "data": {**data, **tables}}
 
 
 def _is_free(name: str) -> bool:

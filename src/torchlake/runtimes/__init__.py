@@ -27,7 +27,7 @@ for an engine in an interpreter of its own (`_foreign/`)
                                 raises UsageError if the interpreter does not have the engine
     open_writer                 also gets `python`, a `ForeignPython`
 
-and for an export that `models/exports.py` stores in the model folder
+and for an export that `_exports.py` stores in the model folder
 
     CALIBRATED: bool            whether the export needs the user's rows
     prepare(folder, spec, batches) -> None

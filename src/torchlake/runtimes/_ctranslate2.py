@@ -24,7 +24,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config
 from torchlake.models.generation import NON_FINITE, GenerationOptions, settings_for
-from torchlake.runtimes import EMPTY, Forward, LogProbs, Report, Text, Writer, _ctranslate2_export, _exported
+from torchlake.runtimes import EMPTY, Forward, LogProbs, Report, Text, Writer, _ctranslate2_export, _exports
 from torchlake.runtimes._writing.row import Row
 
 COMPUTED = {"max_new_tokens", "stop", "chat", "language"}
@@ -78,7 +78,7 @@ class Converted:
             raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU use 'eager'.")
         if reason := _ctranslate2_export.refusal(folder):
             raise UsageError(f"The runtime {name!r} cannot run {folder}: {reason}")
-        place = _exported.export_folder(folder, name, calibrated=False, task=spec.task)
+        place = _exports.export_folder(folder, name, calibrated=False, task=spec.task)
         self.name, self.folder, self.apart = name, folder, bool(load_config(folder).is_encoder_decoder)
         self.names = np.array(_ctranslate2_export.vocabulary(place), dtype=object)
         held = [_ctranslate2_export.opened(place, reads_apart=self.apart, kind=kind)]

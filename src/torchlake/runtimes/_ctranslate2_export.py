@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,12 @@ import numpy as np
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
-from torchlake.models import exports
 from torchlake.models.config import in_words, load_config, positions, read_head
 from torchlake.models.generation import settings_of, start_token
 from torchlake.models.load import load_tokenizer
 from torchlake.processes import hardware
-from torchlake.runtimes import _exported, first_reason
+from torchlake.runtimes import _exports, first_reason
+from torchlake.runtimes._ctranslate2_names import completed, older_phi, set_scales
 
 LIBRARY = "ctranslate2"
 TASKS = ("text_generation", "text2text_generation")
@@ -51,13 +50,6 @@ LONGEST = (130, 8192)
 STEPS = 4
 AGREEMENT = 1e-3
 "The tolerance of scores, as a share of the largest: far above rounding, far below the error of a wrong position."
-OWN_SHAPES: dict[str, dict[str, Any]] = {
-    "bart": {"normalize_before": False},
-    "mbart": {"normalize_before": True},
-    "mt5": {"tie_word_embeddings": False},
-    "pegasus": {"normalize_before": True, "normalize_embedding": False},
-}
-"What the converter reads in configurations, and transformers has in the code of the architecture."
 
 
 def refusal(folder: Path) -> str | None:
@@ -85,9 +77,9 @@ def prepare(folder: Path, spec: TaskSpec, name: str, kind: str) -> None:
     Raises UsageError if it cannot be converted or its scores differ from the model's, StorageError, and the errors of
     `models.load_model`.
     """
-    with exports.making(folder, name, rows=0, versions=_exported.versions(LIBRARY), task=spec.task) as place:
+    with _exports.making(folder, name, rows=0, versions=_exports.versions(LIBRARY), task=spec.task) as place:
         # An export of the other runtime in fp32 was compared when it was made.
-        if kind == "float32" or exports.current(folder, LIBRARY, spec.task) is None:
+        if kind == "float32" or _exports.current(folder, LIBRARY, spec.task) is None:
             with TemporaryDirectory(dir=place) as scratch:
                 # Weights of 8 bits differ from the model by design: how much, `optimize` measures.
                 compared = place if kind == "float32" else Path(scratch)
@@ -121,15 +113,15 @@ def _convert(folder: Path, model: Any, place: Path, kind: str) -> None:
 
     tokens = AllTokens(load_tokenizer(folder), _embeddings(model))
     try:
-        config = _completed(model)
+        config = completed(model)
         with torch.no_grad():
             loader = getattr(converters, loaders()[config.model_type])()
-            spec = loader(_older_phi(model) if config.model_type == "phi" else model, tokens)
+            spec = loader(older_phi(model) if config.model_type == "phi" else model, tokens)
         if config.is_encoder_decoder:
             spec.config.decoder_start_token = tokens.names[start_token(folder, config)]
         else:
             spec.register_vocabulary(tokens.names)  # OPT's would have a multiple of eight tokens
-        _set_scales(spec, config)
+        set_scales(spec, config)
         spec.validate()
         spec.optimize(quantization=kind)
         spec.save(str(place))
@@ -185,74 +177,6 @@ class AllTokens:
 
 def _embeddings(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _completed(model: Any) -> Any:
-    """Return the model's configuration with what the converter reads under older names of transformers."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    own = dict(OWN_SHAPES.get(config.model_type, {}))
-    if config.model_type == "t5":
-        own["tie_word_embeddings"] = config.scale_decoder_outputs
-    if "full_attention" in rope:
-        own["rope_theta"] = rope["full_attention"]["rope_theta"]
-        own["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    elif "rope_theta" in rope and config.model_type != "phi":
-        own |= {"rope_theta": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
-    if config.model_type == "gpt_neox" and not hasattr(model, "embed_out"):
-        model.embed_out = model.lm_head
-    if config.model_type == "phi3":
-        scaled = rope.get("rope_type", "default") != "default"
-        own["rope_parameters"] = {**rope, "type": rope["rope_type"]} if scaled else None
-        factors = SimpleNamespace(long_factor=rope.get("long_factor"), short_factor=rope.get("short_factor"))
-        for layer in model.model.layers:
-            layer.self_attn.rotary_emb = factors
-    for name, value in own.items():
-        setattr(config, name, value)
-    return config
-
-
-def _set_scales(spec: Any, config: Any) -> None:
-    """Set what Gemma's configurations say about scores, where the converter leaves it out."""
-    queries: Any = getattr(config, "query_pre_attn_scalar", None)
-    cap = getattr(config, "final_logit_softcapping", None)
-    for layer in [] if queries is None else spec.decoder.layer:
-        layer.self_attention.queries_scale = float(queries) ** -0.5
-    if cap:
-        spec.decoder.final_logit_softcapping = np.float32(cap)
-
-
-def _older_phi(model: Any) -> Any:
-    """Return the modules of Phi under the names that they had while Phi was code of its own, as the converter reads."""
-    import torch
-
-    def joined(attention: Any) -> SimpleNamespace:
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        return SimpleNamespace(
-            weight=torch.cat([one.weight for one in parts]), bias=torch.cat([one.bias for one in parts])
-        )
-
-    config, body = model.config, model.model
-    head_dim = config.hidden_size // config.num_attention_heads
-    layers = [
-        SimpleNamespace(
-            ln=layer.input_layernorm,
-            mixer=SimpleNamespace(Wqkv=joined(layer.self_attn), out_proj=layer.self_attn.dense),
-            mlp=layer.mlp,
-        )
-        for layer in body.layers
-    ]
-    return SimpleNamespace(
-        config=SimpleNamespace(
-            n_layer=config.num_hidden_layers,
-            n_head=config.num_attention_heads,
-            activation_function=config.hidden_act,
-            rotary_dim=int(config.rope_parameters["partial_rotary_factor"] * head_dim),
-            vocab_size=config.vocab_size,
-        ),
-        transformer=SimpleNamespace(embd=SimpleNamespace(wte=body.embed_tokens), h=layers),
-        lm_head=SimpleNamespace(linear=model.lm_head, ln=body.final_layernorm),
-    )
 
 
 def _probe_rows(folder: Path, model: Any) -> list[list[int]]:

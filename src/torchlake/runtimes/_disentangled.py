@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchlake.runtimes._encoder import PackedRows
+from torchlake.runtimes._padding import PackedRows
 
 if TYPE_CHECKING:
     import torch

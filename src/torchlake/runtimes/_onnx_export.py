@@ -16,10 +16,9 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
-from torchlake.models import exports
-from torchlake.models.load import EMBEDS
+from torchlake.models.spec import EMBEDS
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _encoder_module
+from torchlake.runtimes import Forward, _encoder, _encoder_module, _exports
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
 
 def graph(folder: Path, spec: TaskSpec, scratch: Path) -> Path:
     """Return the model's fp32 graph: the stored export of the runtime `onnx`, or a new one in `scratch`."""
-    kept = exports.current(folder, "onnx", spec.task)
+    kept = _exports.current(folder, "onnx", spec.task)
     if kept is not None:
         return kept / GRAPH
     write(folder, spec, scratch / GRAPH)

@@ -14,8 +14,7 @@ import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.models import exports
-from torchlake.runtimes import _calibration, _onnx_export
+from torchlake.runtimes import _calibration, _exports, _onnx_export
 from torchlake.runtimes._calibration import ActivationStats, Batches
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
 
 def graph(folder: Path, spec: TaskSpec, batches: Batches, scratch: Path) -> Path:
     """Return the 8-bit graph for these rows: the stored one of `onnx_int8`, or a new one in `scratch`."""
-    kept = exports.current(folder, "onnx_int8", spec.task)
+    kept = _exports.current(folder, "onnx_int8", spec.task)
     if kept is not None and (kept / ROWS).read_text(encoding="ascii") == _fingerprint(batches):
         return kept / _onnx_export.GRAPH
     write(folder, spec, batches, scratch)

@@ -19,7 +19,8 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models.config import POSITIONS_AFTER_PADDING
 from torchlake.runtimes import Forward, _disentangled, _encoder, _ragged, eager
-from torchlake.runtimes._encoder import Linear, PackedRows
+from torchlake.runtimes._encoder import Linear
+from torchlake.runtimes._padding import PackedRows, remove_padding
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,7 @@ def _pack(body: Any) -> None:
         **_: Any,
     ) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        rows = _encoder.remove_padding(padding_id, input_ids.numpy(), mask.numpy())
+        rows = remove_padding(padding_id, input_ids.numpy(), mask.numpy())
         tokens, positions = (torch.from_numpy(each)[None] for each in (rows.ids, rows.positions))
         others = {} if token_type_ids is None else {"token_type_ids": token_type_ids[mask != 0][None]}
         token = _rows.set(rows)

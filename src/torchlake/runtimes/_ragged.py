@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlake.runtimes import Forward
-from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, PackedRows, remove_padding
+from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm
+from torchlake.runtimes._padding import PackedRows, remove_padding
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ import numpy as np
 from torchlake import atomic_io
 from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder
+from torchlake.runtimes._padding import remove_padding
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         real = attention_mask != 0
         positions = np.zeros_like(input_ids)
-        positions[real] = _encoder.remove_padding(encoder.padding_id, input_ids, attention_mask).positions
+        positions[real] = remove_padding(encoder.padding_id, input_ids, attention_mask).positions
         padding = None if real.all() else torch.from_numpy(~real).to(device)
         with torch.inference_mode(), warnings.catch_warnings():
             # Each process would warn once that nested tensors are a prototype.

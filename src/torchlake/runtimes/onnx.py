@@ -11,27 +11,26 @@ from pathlib import Path
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.models import exports
-from torchlake.runtimes import Forward, _exported, _onnx_export
+from torchlake.runtimes import Forward, _exports, _onnx_export
 
 TOLERANCE = 1e-5
 CALIBRATED = False
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
-refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxruntime"))
+refusal = partial(_exports.refusal, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
     `models.load_model`."""
-    with exports.making(
-        folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime"), task=spec.task
+    with _exports.making(
+        folder, "onnx", rows=0, versions=_exports.versions("onnx", "onnxruntime"), task=spec.task
     ) as place:
         _onnx_export.write(folder, spec, place / _onnx_export.GRAPH)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export on `device`. Raises UsageError if there is no export of these weights, or no such device."""
-    export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED, task=spec.task)
+    export = _exports.export_folder(folder, "onnx", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

@@ -11,23 +11,22 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.models import exports
-from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino, check_here
+from torchlake.runtimes import Forward, _exports, _onnx_export, _openvino, check_here
 
 TOLERANCE = 1e-5
 CALIBRATED = False
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
-refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
+refusal = partial(_exports.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
     `models.load_model`."""
     with (
-        exports.making(
-            folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx"), task=spec.task
+        _exports.making(
+            folder, "openvino", rows=0, versions=_exports.versions("openvino", "onnx"), task=spec.task
         ) as place,
         TemporaryDirectory(dir=place) as scratch,
     ):
@@ -38,5 +37,5 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
     check_here("openvino", folder, device)
     return _openvino.forward(
-        _exported.export_folder(folder, "openvino", calibrated=CALIBRATED, task=spec.task), precision="f32"
+        _exports.export_folder(folder, "openvino", calibrated=CALIBRATED, task=spec.task), precision="f32"
     )

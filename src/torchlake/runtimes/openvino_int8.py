@@ -13,16 +13,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.models import exports
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _openvino, check_here
+from torchlake.runtimes import Forward, _calibration, _exports, _onnx_int8, _openvino, check_here
 
 TOLERANCE = 0.06
 CALIBRATED = True
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
-refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"), quantized=True)
+refusal = partial(_exports.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"), quantized=True)
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -30,9 +29,9 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
     Raises UsageError without rows or if the export fails, StorageError, and the errors of `models.load_model`.
     """
-    rows, versions = _calibration.num_rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
+    rows, versions = _calibration.num_rows(batches), _exports.versions("openvino", "onnx", "onnxruntime")
     with (
-        exports.making(folder, "openvino_int8", rows=rows, versions=versions, task=spec.task) as place,
+        _exports.making(folder, "openvino_int8", rows=rows, versions=versions, task=spec.task) as place,
         TemporaryDirectory(dir=place) as scratch,
     ):
         graph = _onnx_int8.graph(folder, spec, batches, Path(scratch))
@@ -43,7 +42,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError if it cannot run here, and without an export of these weights."""
     check_here("openvino_int8", folder, device, refusal(folder))
-    export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED, task=spec.task)
+    export = _exports.export_folder(folder, "openvino_int8", calibrated=CALIBRATED, task=spec.task)
     return _openvino.forward(export, precision=_precision())
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
-from torchlake.models.load import EMBEDS
+from torchlake.models.spec import EMBEDS
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _compiler, check_here, first_reason
 

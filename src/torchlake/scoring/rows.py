@@ -22,6 +22,7 @@ from torchlake.jobs.worker.read_ahead import Workspace
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions, PromptOptions
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import Forward, Writer
 from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty
 from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
@@ -102,7 +103,7 @@ class ScoringSettings:
     @property
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
-        trained = models.load_spec(Path(self.model), self.task)
+        trained = load_spec(Path(self.model), self.task)
         inputs, options = dict(self.inputs), dict(self.task_options)
         longest, template = self.max_length or trained.max_length, self.prompts.prompt or trained.template
         columns: Any = {"text": self.text, "text_pair": self.text_pair, "inputs": inputs, "template": template}

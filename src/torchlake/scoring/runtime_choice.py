@@ -7,6 +7,7 @@ the default is used, with a warning that gives the reason: that costs speed, not
 the export's sha256.
 """
 
+import gc
 import logging
 import os
 import platform
@@ -19,10 +20,10 @@ from typing import Any, Literal
 
 from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
-from torchlake.models import exports, folders
+from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
-from torchlake.models.load import uses_token_types
-from torchlake.runtimes import ForeignPython
+from torchlake.models.spec import uses_token_types
+from torchlake.runtimes import ForeignPython, _exports
 from torchlake.scoring.rows import ScoringSettings, runtime_name
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ FILE = "runtime.json"
 REFERENCE = "eager"
 FAST_DEFAULTS = ("varlen", "fused")
 "The defaults for texts and images that they can run: on a CPU they differ from `eager` by rounding only."
+WORKER_BYTES = 600 << 20
+"Memory of a worker before it loads a model: Python, torch, transformers."
 LIBRARIES = ("torchlake", "torch", "transformers", "numpy")
 
 
@@ -162,7 +165,7 @@ def chosen(
 def lacks_export(folder: Path, runtime: Any, task: str) -> ModuleType | None:
     """Return the runtime's module if it has to `prepare` this model first, else None."""
     module: ModuleType | None = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-    if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime, task) is not None:
+    if module is None or not hasattr(module, "prepare") or _exports.current(folder, runtime, task) is not None:
         return None
     return module
 
@@ -247,3 +250,20 @@ def _why_not(
     if value["device"] != here:
         return f"it was measured on {value['device']}, but this machine scores on {here}"
     return None
+
+
+def worker_memory(model: str, devices: int = 1) -> int:
+    """Return the memory that one process, with one rank for each of its devices, needs to score a model, in bytes."""
+    return devices * WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
+
+
+def device() -> str:
+    """Return "cuda" if torch finds a GPU, else "cpu"."""
+    collecting = gc.isenabled()
+    gc.disable()  # importing torch allocates so much that collections take a seventh of the time
+    try:
+        import torch
+    finally:
+        if collecting:
+            gc.enable()
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,12 +13,9 @@ Sorting costs one argsort per chunk and saves the padding. Rows with equal input
 repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
-import gc
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,10 +37,10 @@ from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
-from torchlake.processes import hardware
 from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE, foreign_python
+from torchlake.scoring.runtime_choice import REFERENCE, device, foreign_python
+from torchlake.scoring.workers.collating import Prepared, prepare
 from torchlake.scoring.workers.output import NO_ROWS, ScoredRows, assembled, non_finite_rows
 
 log = logging.getLogger(__name__)
@@ -54,21 +51,6 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 # memory of the key-value cache.
 CACHED_TOKENS = {"cpu": 8192, "cuda": 65536}
 MAX_BATCH_ROWS = 1024
-MAX_COLLATING = 8
-"Threads that collate the next batches; each of these is then in memory."
-WORKER_BYTES = 600 << 20
-"Memory of a worker before it loads a model: Python, torch, transformers."
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A batch of rows, and how to get the model's inputs for it."""
-
-    rows: np.ndarray
-    "(B,) int64, positions in the rows that can be scored."
-    inputs: Callable[[], dict[str, np.ndarray]]
-    beside: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    "(M,) int64, the rows that threads collate in the meantime."
 
 
 @dataclass(kw_only=True)
@@ -163,7 +145,8 @@ class Scorer:
         # already, and are halved when they fail.
         sizes = {"batch_tokens": self.batch_tokens, "max_rows": MAX_BATCH_ROWS}
         batches = [free[one] for one in length_batches(work.features.lengths[free], **sizes)]
-        for prepared in self._prepared(work, batches):
+        collate = partial(self._collate, work)
+        for prepared in prepare(work.rows, batches, collate, ahead=self.task.collates_ahead):
             self._run(part, prepared.rows, attempt, prepared)
         # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
@@ -205,10 +188,7 @@ class Scorer:
         return part
 
     def write(
-        self,
-        more: Callable[[], Sequence[Prompt]],
-        attempts: Attempts | None = None,
-        writing: Writing | None = None,
+        self, more: Callable[[], Sequence[Prompt]], attempts: Attempts | None = None, writing: Writing | None = None
     ) -> Iterator[tuple[int, Ended | str]]:
         """Yield each row of the prompts that `more` returns, with its text or the reason why it has none.
 
@@ -264,38 +244,12 @@ class Scorer:
         self.tokens += int(work.features.lengths[[*alone, *free]].sum())
         return part, alone, free
 
-    def _prepared(self, work: ReadyRows, batches: list[np.ndarray]) -> Iterator[Prepared]:
-        """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
-        make = partial(self._collate, work)
-        if not self.task.collates_ahead:
-            yield from (Prepared(batch, partial(make, batch)) for batch in batches)
-            return
-        threads = min(hardware.threads(), MAX_COLLATING)
-        with ThreadPoolExecutor(threads, thread_name_prefix="collate") as pool:
-            submitted: deque[Future[dict[str, np.ndarray]]] = deque()
-
-            def inputs(number: int, stop: int) -> dict[str, np.ndarray]:
-                # Submitted when the batch before is requested, not all at once: each waiting batch is held in memory.
-                submitted.extend(pool.submit(make, batch) for batch in batches[number + len(submitted) : stop])
-                return submitted.popleft().result()
-
-            for number, batch in enumerate(batches):
-                stop = min(number + 1 + threads, len(batches))
-                # Threads collate these rows while `batch` computes: if the process dies now, any of them may be the
-                # cause.
-                beside = [work.rows[each] for each in batches[number + 1 : stop]]
-                yield Prepared(batch, partial(inputs, number, stop), np.concatenate([NO_ROWS, *beside]))
-
     def _collate(self, work: ReadyRows, batch: np.ndarray) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
         return inputs
 
     def _run(
-        self,
-        part: ScoredRows,
-        batch: np.ndarray,
-        attempt: Attempt | None,
-        prepared: Prepared | None = None,
+        self, part: ScoredRows, batch: np.ndarray, attempt: Attempt | None, prepared: Prepared | None = None
     ) -> None:
         """Add the outputs of one batch, or errors of its rows, to the part."""
         work, errors = part.work, part.errors
@@ -304,7 +258,7 @@ class Scorer:
 
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
-            made, ready = ready, None  # only for the batch as a whole; its halves are made again
+            made, ready = ready, None  # only for the batch as a whole; its halves are collated separately
             asked = time.perf_counter()
             # A half gets new inputs: a slice of the batch's would keep the padding of rows that are not in it.
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
@@ -338,11 +292,6 @@ class Scorer:
         log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
 
-def worker_memory(model: str, devices: int = 1) -> int:
-    """Return the memory that one process, with one rank for each of its devices, needs to score a model, in bytes."""
-    return devices * WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
-
-
 def prepare_runtime(settings: ScoringSettings, runtime: str, rows: pa.Table | None = None) -> None:
     """Export a model for a runtime, calibrated on `rows`, into the model folder.
 
@@ -356,15 +305,3 @@ def prepare_runtime(settings: ScoringSettings, runtime: str, rows: pa.Table | No
         inputs = [reader.task.checked_batch(made.arrays, cut, reader.processor, reader.spec) for cut in cuts]
         batches = [(each["input_ids"], each["attention_mask"]) for each in inputs]
     plugins.load("runtimes", runtime).prepare(Path(settings.model), reader.spec, batches)
-
-
-def device() -> str:
-    """Return "cuda" if torch finds a GPU, else "cpu"."""
-    collecting = gc.isenabled()
-    gc.disable()  # importing torch allocates so much that collections take a seventh of the time
-    try:
-        import torch
-    finally:
-        if collecting:
-            gc.enable()
-    return "cuda" if torch.cuda.is_available() else "cpu"

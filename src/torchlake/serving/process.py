@@ -31,7 +31,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import PortTaken, TorchlakeError, UsageError
 from torchlake.logs import LEVEL
 from torchlake.models import folders
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.processes.children import Children
 from torchlake.processes.environment import local_environment
 from torchlake.processes.hardware import gpus

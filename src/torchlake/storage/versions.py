@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.storage.access import open_binary
 from torchlake.storage.errors import storage_errors
+from torchlake.storage.spread import Spread, each_file
 from torchlake.storage.urls import filesystem_of, is_url
 
 CONTENT_MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "oid")
@@ -92,6 +93,23 @@ def block_id(block: tuple[str, int]) -> str:
             while read := source.read(_BLOCK):
                 content.update(read)
         return content.hexdigest()
+
+
+def content_ids(
+    files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
+) -> list[str | None]:
+    """Return each file's `content_id`, computed by `spread` where it is not known."""
+    blocks = {
+        file: hashed_blocks(file, version)
+        for file, version, sha256 in zip(files, versions, known, strict=True)
+        if not sha256
+    }
+    size = sum(version.size for file, version in zip(files, versions, strict=True) if file in blocks)
+    flat = [block for one in blocks.values() for block in one]
+    remote = any(is_url(file) for file, _ in flat)
+    ids = each_file(block_id, flat, remote=True) if remote else spread(block_id, flat, size=size, name="hash the input")
+    found = {file: joined_id([next(ids) for _ in one]) for file, one in blocks.items()}
+    return [sha256 or found[file] for file, sha256 in zip(files, known, strict=True)]
 
 
 def _sha256_of(file: str, offset: int) -> str:

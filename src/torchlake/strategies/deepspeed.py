@@ -34,6 +34,7 @@ from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError, pip_install
 from torchlake.optim.precision import find_precision
 from torchlake.strategies import _deepspeed_config, _native, _weights
+from torchlake.strategies._deepspeed_tensors import put_part, untied, whole_frozen, whole_shape
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -115,7 +116,7 @@ def wrap(
     _make_moments(zero, MOMENTS[train.optimizer], counted=train.optimizer == "adamw")
     parameters = dict(model.named_parameters())
     for name, weight in exact.items():
-        _set(parameters[name], _weights.sent(weight, group) if sharded else weight)
+        put_part(parameters[name], _weights.sent(weight, group) if sharded else weight)
     return engine, cast(torch.optim.Optimizer, zero)
 
 
@@ -179,7 +180,7 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
     it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    held = {name: each for name, each in _untied(model).items() if name in wanted}
+    held = {name: each for name, each in untied(model).items() if name in wanted}
 
     def weight(name: str) -> torch.Tensor:
         tensor = held[name]
@@ -187,16 +188,16 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
             return tensor
         if tensor.requires_grad:
             return cast(torch.Tensor, safe_get_full_fp32_param(tensor))
-        return _frozen(tensor)
+        return whole_frozen(tensor)
 
-    return _native.gathered_shard({name: _like(each) for name, each in held.items()}, weight, group)
+    return _native.gathered_shard({name: whole_shape(each) for name, each in held.items()}, weight, group)
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
     """Return the moments, divided in the same way."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    held = _untied(model)
+    held = untied(model)
     some: dict[str, torch.Tensor] = next(iter(cast(Any, optimizer).state.values()))
 
     def moment(key: str) -> torch.Tensor:
@@ -205,7 +206,7 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
             return some[STEP]
         return cast(torch.Tensor, safe_get_full_optimizer_state(held[name], field))
 
-    like = {f"{name}|{field}": _like(held[name]) for name in names for field in some if field != STEP}
+    like = {f"{name}|{field}": whole_shape(held[name]) for name in names for field in some if field != STEP}
     if STEP in some:
         like |= {f"{name}|{STEP}": torch.empty((), device="meta") for name in names}
     return _native.gathered_shard(like, moment, group)
@@ -226,7 +227,7 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) 
             state[STEP].copy_(stored.read(f"{names[0]}|{STEP}"))
     for name in names:
         for field in (field for field in states[0] if field != STEP):
-            _set(parameters[name], stored.read(f"{name}|{field}"), field)
+            put_part(parameters[name], stored.read(f"{name}|{field}"), field)
 
 
 def _make_moments(zero: Any, fields: Collection[str], *, counted: bool) -> None:
@@ -270,48 +271,6 @@ def _reserve_weights(model: nn.Module, dtype: torch.dtype | None, group: Group) 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)
     _weights.reserve(model, group)
-
-
-def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model by name; tied weights only under their first name."""
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    first = {id(each): name for name, each in reversed(state.items())}
-    return {name: each for name, each in state.items() if first[id(each)] == name}
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's whole shape, on the meta device."""
-    return torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta")
-
-
-def _frozen(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a frozen parameter, whole, in fp32."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        whole: torch.Tensor = parameter.detach().to(torch.float32, copy=True)
-    return whole
-
-
-def _set(parameter: nn.Parameter, value: torch.Tensor, field: str | None = None) -> None:
-    """Write this rank's part of `value` into the fp32 copy of a parameter, or into one of its moments."""
-    from deepspeed import utils
-
-    if not hasattr(parameter, "ds_id"):
-        if field is None:
-            utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value, field)
-        return
-    # The local functions, because the others ignore the padding of the last rank's part.
-    held = cast(Any, parameter).ds_tensor.numel()
-    local = torch.zeros(held, dtype=torch.float32)
-    part = value.flatten()[held * torch.distributed.get_rank() :][:held]
-    local[: len(part)] = part
-    if field is None:
-        utils.safe_set_local_fp32_param(parameter, local)
-    else:
-        utils.safe_set_local_optimizer_state(parameter, local, field)
 
 
 def _is_stage3(zero: Any) -> bool:

@@ -20,7 +20,7 @@ from torchlake.atomic_io import digest
 from torchlake.errors import TableError
 from torchlake.storage.spread import Spread, each_file, in_process
 from torchlake.storage.urls import is_url
-from torchlake.storage.versions import Version, block_id, hashed_blocks, joined_id, settled_version_of, version_of
+from torchlake.storage.versions import Version, content_ids, settled_version_of, version_of
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.formats.scanning import ranges_of, scan_range
@@ -197,23 +197,6 @@ def _to_scan(
 
 def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
     return split_candidates(*file)
-
-
-def content_ids(
-    files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
-) -> list[str | None]:
-    """Return each file's `content_id`, computed by `spread` where it is not known."""
-    blocks = {
-        file: hashed_blocks(file, version)
-        for file, version, sha256 in zip(files, versions, known, strict=True)
-        if not sha256
-    }
-    size = sum(version.size for file, version in zip(files, versions, strict=True) if file in blocks)
-    flat = [block for one in blocks.values() for block in one]
-    remote = any(is_url(file) for file, _ in flat)
-    ids = each_file(block_id, flat, remote=True) if remote else spread(block_id, flat, size=size, name="hash the input")
-    found = {file: joined_id([next(ids) for _ in one]) for file, one in blocks.items()}
-    return [sha256 or found[file] for file, sha256 in zip(files, known, strict=True)]
 
 
 def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:

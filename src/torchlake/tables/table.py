@@ -20,14 +20,16 @@ from torchlake.storage.spread import Spread, each_file, in_process
 from torchlake.storage.urls import is_url
 from torchlake.storage.versions import Version, settled_version_of
 from torchlake.tables.formats.columnar import Footer
-from torchlake.tables.formats.layout import EXTENSIONS, format_of, schema_of, storage_type
+from torchlake.tables.formats.layout import EXTENSIONS, format_of, schema_of
+from torchlake.tables.formats.sniffing import delimiter_hint
 from torchlake.tables.formats.streams import Dialect
-from torchlake.tables.formats.types import common_type, fits, without_size
+from torchlake.tables.formats.types import common_type
 from torchlake.tables.record import output_parts
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.grammar import parse
-from torchlake.tables.sources._find import source_of
+from torchlake.tables.sources._columns import as_in_table, check_widened
+from torchlake.tables.sources._find import source_of, with_own_names
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
@@ -145,30 +147,11 @@ def open_table(
     )
 
 
-DELIMITERS = (";", "\t", "|")
-"What separates fields in CSV files, besides the comma."
-
-
 def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
     """Return the error for a missing column, with the nearest name and all names."""
     close = get_close_matches(name, schema.names, n=1, cutoff=0.5)
     hint = delimiter_hint(schema.names, name) or (f" Did you mean {close[0]!r}?" if close else "")
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
-
-
-def delimiter_hint(names: Sequence[str], wanted: str) -> str:
-    """Return what to do about a CSV file whose header has several names in one, such as id;text;label; else nothing."""
-    header = ",".join(names)
-    found = [
-        mark
-        for mark in DELIMITERS
-        if mark in header and (len(names) == 1 or wanted in [one.strip('" ') for one in header.split(mark)])
-    ]
-    if not found:
-        return ""
-    shell, yaml = ("delimiter=$'\\t'", "\\t") if found[0] == "\t" else (f"'delimiter={found[0]}'", found[0])
-    in_job = f'data.csv: {{delimiter: "{yaml}"}}'
-    return f" Its fields seem to be separated by {found[0]!r}: give --csv {shell}, in a job {in_job}."
 
 
 def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
@@ -198,28 +181,7 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
             tables.append(joined(islice(opened, sum(1 for _ in several))))
         else:
             tables += [table for _, table in several if table is not None]
-    return _with_own_names(tables) if len(tables) > 1 else tables
-
-
-def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
-    """Return the tables with names that begin with the table's, as several may have files of one name."""
-    read = Counter(one.file for table in tables for one in table.files)
-    again = next((file for file, count in read.items() if count > 1), None)
-    if again is not None:
-        raise TableError(f"{again}: is in two of the tables, so its rows would be read twice. Name each table once.")
-    renamed = []
-    for table in tables:
-        named = str(table.identity.get("table", "")).rstrip("/").rpartition("/")[2]
-        folder = f"{named}/" if named else ""
-        files = tuple(replace(one, name=f"{folder}{one.name}") for one in table.files)
-        renamed.append(replace(table, files=files))
-    counts = Counter(one.name for table in renamed for one in table.files)
-    twice = next((name for name, count in counts.items() if count > 1), None)
-    if twice is not None:
-        raise TableError(
-            f"Two of the tables have a file {twice}, but row ids need different names. Rename one of the folders."
-        )
-    return renamed
+    return with_own_names(tables) if len(tables) > 1 else tables
 
 
 def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
@@ -278,10 +240,10 @@ def _inspect(
             times = schema.names.count(name)
             if times > 1:
                 raise TableError(f"{file}: has {times} columns named {name!r}; rename all but one.")
-        path, schema = _as_in_table(path, schema, source)
+        path, schema = as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         if source.schema is not None:
-            _check_widened(file, [schema.field(name) for name in columns or schema.names], source.schema)
+            check_widened(file, [schema.field(name) for name in columns or schema.names], source.schema)
     except Unavailable as error:
         if source.identity.get("version") is None:
             return error
@@ -305,44 +267,6 @@ def _read_schema(
     if footer is not None and bounds:
         footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
     return schema, footer
-
-
-def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tuple[SourceFile, pa.Schema]:
-    """Return the file and its columns as in the table: renamed, with constants, and null where a column is missing."""
-    if source.schema is None and not path.view.constants:
-        return path, stored
-    names = {name: logical for logical, name in path.view.names.items()}
-    fields = [
-        field.with_name(names.get(field.name, field.name))
-        for field in stored
-        if field.name in names or field.name not in path.view.names
-    ]
-    fields = [field for field in fields if field.name not in path.view.constants]
-    if source.schema is None:
-        return path, pa.schema([*fields, *(source.partitions.field(name) for name in path.view.constants)])
-    own = {field.name: field.type for field in fields}
-    lacking = {name: None for name in source.schema.names if name not in own and name not in path.view.constants}
-    view = View(
-        constants={**path.view.constants, **lacking},
-        names={one: name for one, name in path.view.names.items() if one not in lacking},
-    )
-    typed = []
-    for column in source.schema:
-        kind, stored_as = storage_type(column.type), own.get(column.name, column.type)
-        # If a file cannot be read as the table's type, it keeps its own; `_check_widened` refuses needed columns.
-        typed.append(pa.field(column.name, kind if fits(stored_as, kind) else stored_as))
-    return replace(path, view=view), pa.schema(typed)
-
-
-def _check_widened(file: str, columns: Sequence[pa.Field], table: pa.Schema) -> None:
-    """Raise TableError for a column that does not have the table's type, nor one that its type was changed from."""
-    for one in columns:
-        kind = storage_type(table.field(one.name).type)
-        if one.type != kind and without_size(one.type) != kind:
-            raise TableError(
-                f"{file}: the column {one.name!r} is {one.type}, but {kind} in the table. Rewrite the file, or leave "
-                "the column out."
-            )
 
 
 def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:

@@ -27,7 +27,8 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
 from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.tasks._classification import Task
-from torchlake.tasks._contract import NO_TARGET, BaseTask, ColumnOptions
+from torchlake.tasks._columns import ColumnOptions
+from torchlake.tasks._contract import NO_TARGET, BaseTask
 from torchlake.tasks._inputs import ANY, EXTRA, NUMBER, PAIR, PROMPT, TEXT, Inputs
 from torchlake.tasks._pretrained import load_encoder
 

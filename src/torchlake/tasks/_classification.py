@@ -21,7 +21,8 @@ from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load
 from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.tasks import _tokens
-from torchlake.tasks._contract import BaseTask, ColumnOptions
+from torchlake.tasks._columns import ColumnOptions
+from torchlake.tasks._contract import BaseTask
 from torchlake.tasks._inputs import PAIR, TEXT, Inputs
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,48 +19,19 @@ from torchlake.errors import DataError, TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
 from torchlake.models import load, write
-from torchlake.models.structured.structure import Structure
 from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES
 from torchlake.tasks import _checks, _pretrained
+from torchlake.tasks._columns import ColumnOptions
 from torchlake.tasks._inputs import Inputs, sample_inputs
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from torchlake.models.generation import GenerationOptions
     from torchlake.tables.chunks import RowCost
 
 NO_TARGET = -100
 "Fills the targets of rows with fewer than others; losses of PyTorch ignore it."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnOptions:
-    """Options of `predict` that change its columns."""
-
-    all_probabilities: bool = False
-    "Whether to add a column for each class."
-    stop: Sequence[str] = ()
-    "Strings that end a generated text."
-    marks: tuple[str, str] | None = None
-    "What is before and after reasoning in a generated text; None: it is not looked for."
-    continues: bool = False
-    "Whether texts may continue a message, in whose reasoning they may begin."
-    structure: Structure | None = None
-    "What a generated text has to fit."
-    embedding: str = "float32"
-    "The form of vectors: float32, int8 or binary."
-    ranges: Sequence[Sequence[float]] = ()
-    "The lowest and the highest value (2, D) of each number of a vector, for int8."
-    features: Features | None = None
-    "The features of the rows, if the task keeps arrays back or writes."
-    logprobs: str | None = None
-    "`mean` or `tokens`: the log-probabilities of written texts that get a column."
-    written: Sequence[np.ndarray | None] = ()
-    "Those of the tokens (W,) of each row's text; None if the runtime has none."
-    own: Sequence["GenerationOptions"] = ()
-    "The options of each row's text; empty: they are the job's."
 
 
 class BaseTask:

@@ -14,17 +14,9 @@ from torchlake.config.task_spec import GENERATIVE, TaskSpec, label_name
 from torchlake.errors import DataError, TaskError
 from torchlake.models.config import load_config
 from torchlake.models.folders import model_folder
-from torchlake.models.load import (
-    CLASSIFIES,
-    PROBLEM_TYPES,
-    from_pretrained,
-    head_spec,
-    load_model,
-    load_weights,
-    refuse_unused,
-    whole_config,
-)
+from torchlake.models.load import CLASSIFIES, from_pretrained, load_model, load_weights, refuse_unused, whole_config
 from torchlake.models.safety import check_folder
+from torchlake.models.spec import PROBLEM_TYPES, head_spec
 from torchlake.models.tokenizer import choose_padding_of_head, read_by_place
 from torchlake.models.write import quiet
 

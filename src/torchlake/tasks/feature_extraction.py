@@ -26,6 +26,7 @@ from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
 from torchlake.models import load, write
+from torchlake.models.spec import load_spec
 from torchlake.tasks import PAIR, TEXT, ColumnOptions, Inputs, Task, _contrastive, _tokens, load_encoder
 from torchlake.tasks._contrastive import FURTHER
 from torchlake.tasks._inputs import columns_of
@@ -103,7 +104,7 @@ class FeatureExtraction(Task):
         assert base is not None, "it needs a base"
         if requested is not None or not (base / MODULES).is_file():
             return super().max_length(base, requested)
-        return load.load_spec(base, self.name).max_length
+        return load_spec(base, self.name).max_length
 
     def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return the job's spec with the dimensions of the vectors. Raises ConfigError for a job without pairs."""

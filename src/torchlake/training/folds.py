@@ -26,6 +26,7 @@ from torchlake.metrics import lower_is_better
 from torchlake.preparation.checks import check_metric
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
+from torchlake.runs.tables import SOURCES, load_with_frames, pinned_job
 from torchlake.storage import lease
 from torchlake.tables.record import local_output
 from torchlake.training.run import Run, job_engine, named_engine, store_frame, train_run
@@ -77,14 +78,14 @@ def train_folds(
     if run == run_folder.AUTO:
         raise UsageError("--run auto cannot be used with folds. Name a folder for the runs.")
     folder = local_output(run_folder.find(job, run))
-    frames, wanted = run_folder.load_with_frames(job, overrides, sections, folder, **named_engine(engine))
+    frames, wanted = load_with_frames(job, overrides, sections, folder, **named_engine(engine))
     _refuse_ignored(wanted)
     check_metric(wanted)
     with lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder)):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
             store_frame(frame, path, job_engine(wanted, engine))
-        wanted = run_folder.pinned_job(folder, wanted, begun=(folder / run_folder.FOLDS).exists())
+        wanted = pinned_job(folder, wanted, begun=(folder / run_folder.FOLDS).exists())
         atomic_io.write_json(
             folder / run_folder.FOLDS, {"job": wanted.model_dump(mode="json"), "folds": folds}, site="folds.settings"
         )
@@ -129,7 +130,7 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
     path = folder / run_folder.FOLDS
     if not path.exists():
         foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "input")
-        if foreign and foreign != [run_folder.SOURCES]:
+        if foreign and foreign != [SOURCES]:
             raise FingerprintError(
                 f"{folder}: the folder is not a cross-validation ({run_folder.FOLDS} is missing), and it is not empty "
                 f"(it holds {foreign[0]!r}). Name a new folder (--run)."

@@ -33,6 +33,7 @@ from torchlake.preparation.reference import find_reference
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
+from torchlake.runs.tables import load_with_frames, pinned_job, read_options_of, stored_tables
 from torchlake.storage import lease
 from torchlake.storage.versions import ContentChecker
 from torchlake.tables.chunks import plan_chunks
@@ -84,7 +85,7 @@ def train_run(
     """Train `job` in the folder `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
     for folder in run_folder.candidates(job, run):
-        frames, wanted = run_folder.load_with_frames(job, overrides, sections, folder, **named_engine(engine))
+        frames, wanted = load_with_frames(job, overrides, sections, folder, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
     _check_libraries(wanted)
@@ -101,7 +102,7 @@ def train_run(
         if (finished := run_folder.finished(folder)) is not None:
             return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
-        wanted = run_folder.pinned_job(folder, wanted, begun=trained)
+        wanted = pinned_job(folder, wanted, begun=trained)
         if not checked:
             check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
             check_strategy(wanted, processes)
@@ -221,8 +222,8 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
     """Tokenize the training table and the validation table, if any; return the folders of token Parquet."""
     folders, reference = [], find_reference(job, base, spec)
-    for name, table in run_folder.stored_tables(job).items():
-        options = run_folder.read_options_of(job, name)
+    for name, table in stored_tables(job).items():
+        options = read_options_of(job, name)
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
@@ -270,10 +271,10 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
 
 def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
     """Raise FingerprintError if a table of a finished run has changed; a deleted table is accepted."""
-    for name, table in run_folder.stored_tables(job).items():
+    for name, table in stored_tables(job).items():
         planned = {one.name: one for one in folder_output(folder / "prepared" / name).earlier().inputs}
         try:
-            now = open_table(table, options=run_folder.read_options_of(job, name), spread=engine.spread)
+            now = open_table(table, options=read_options_of(job, name), spread=engine.spread)
             paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()
             if now.options.selection.asked:
                 plan = plan_chunks(now, columns=(), hashed=False, spread=engine.spread)

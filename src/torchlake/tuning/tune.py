@@ -30,24 +30,12 @@ from torchlake.models.folders import base_folder
 from torchlake.preparation.checks import check_metric, check_tables, choose_metric
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
-from torchlake.runs.folder import (
-    JOB_FILE,
-    LEASE_S,
-    RESULT,
-    SOURCES,
-    STOP,
-    differences,
-    find,
-    is_trained,
-    pinned_job,
-    read_options_of,
-    stored_tables,
-)
+from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained
 from torchlake.runs.follow import follow_metrics
+from torchlake.runs.tables import SOURCES, pinned_job, read_options_of, stored_tables
 from torchlake.storage import lease
 from torchlake.storage.spread import Spread
-from torchlake.storage.versions import version_of
-from torchlake.tables.chunks import content_ids
+from torchlake.storage.versions import content_ids, version_of
 from torchlake.tables.record import local_output
 from torchlake.tables.table import Table, open_table
 from torchlake.training.run import job_engine, named_engine

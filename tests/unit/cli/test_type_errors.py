@@ -94,7 +94,8 @@ def test_command_line_file_and_python_use_the_same_words(tmp_path: Path, capfd: 
 
 def wrong_arguments() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
     """The public functions with each argument that is a number, a switch, a text or one of some words."""
-    from torchlake.config.options import GenerationArguments, OptimizeOptions, PredictOptions, ReadArguments
+    from torchlake.config.measuring import OptimizeOptions
+    from torchlake.config.options import GenerationArguments, PredictOptions, ReadArguments
     from torchlake.jobs.map import MapOptions
 
     options: dict[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]] = {

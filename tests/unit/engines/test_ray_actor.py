@@ -5,7 +5,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from torchlake.engines._ray_chunks import ChunkActor
+from torchlake.engines._ray_actor import ChunkActor
 from torchlake.processes.serialization import pack
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tiny
+from torchlake.config.task_spec import Label
 from torchlake.errors import DataError, TableError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.result import Evaluation
@@ -150,7 +151,7 @@ def test_nothing_to_measure(tiny_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_other_problems(
-    tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[load.Label, ...], column: pa.Array, metric: str
+    tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[Label, ...], column: pa.Array, metric: str
 ) -> None:
     spec = tiny.spec_for(problem, labels)
     model = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)

@@ -16,8 +16,9 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli.app import app
+from torchlake.config.arguments import types_of
 from torchlake.config.job import load_job
-from torchlake.config.options import EvaluateOptions, types_of
+from torchlake.config.measuring import EvaluateOptions
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.evaluation import held_out
@@ -25,7 +26,7 @@ from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import as_command
 from torchlake.evaluation.result import Evaluation
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.training.train import train
 
 FILES = ["eval.html", "eval.json", "rows.parquet"]

@@ -19,7 +19,8 @@ from torchlake.errors import TableError, UsageError
 from torchlake.evaluation.compare import compare
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.perplexity import POSITIONS
-from torchlake.models.load import load_spec, load_tokenizer
+from torchlake.models.load import load_tokenizer
+from torchlake.models.spec import load_spec
 from torchlake.tasks import _chunked_loss
 from torchlake.tasks.text_generation import TextGeneration
 

@@ -11,6 +11,7 @@ import torchlake as tl
 from torchlake.cli.main import main
 from torchlake.errors import DataError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 
 JOB = "data: {train: t.parquet}\nmodel: {base: b}\n"
 
@@ -37,7 +38,7 @@ def run(built: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/best", "model"])
 def test_a_run_folder_is_a_model(run: Path, place: str) -> None:
     assert load.model_folder(run / place).resolve() == run / "model"
-    assert load.load_spec(str(run / place)) == tiny.SPEC
+    assert load_spec(str(run / place)) == tiny.SPEC
     assert load.model_folder((run / place).resolve().as_uri()) == run / "model"
 
 

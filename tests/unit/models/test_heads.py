@@ -22,6 +22,7 @@ from torchlake import plugins
 from torchlake.errors import DataError
 from torchlake.models import load
 from torchlake.models.config import ENCODERS, HEADS, IMAGE_MODELS, Head, architectures_of, tasks_of
+from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
 from torchlake.tasks._pretrained import base_model, load_encoder
 
@@ -70,13 +71,13 @@ def test_a_head_without_a_task_is_refused_by_the_reason(
     tmp_path: Path, tiny_model: Path, change: dict[str, Any], task: str | None, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        load.load_spec(changed(tmp_path / "model", tiny_model, **change), task)
+        load_spec(changed(tmp_path / "model", tiny_model, **change), task)
 
 
 def test_a_task_is_given_where_config_json_names_no_class(tmp_path: Path, tiny_model: Path) -> None:
     folder = changed(tmp_path / "model", tiny_model, architectures=None)
-    assert load.load_spec(folder, "text_classification").labels == tiny.SPEC.labels
-    assert load.load_spec(folder, "token_classification").problem == "spans"
+    assert load_spec(folder, "text_classification").labels == tiny.SPEC.labels
+    assert load_spec(folder, "token_classification").problem == "spans"
 
 
 def changed(folder: Path, model: Path, **change: Any) -> Path:
@@ -202,7 +203,7 @@ def test_a_model_that_cannot_compute_its_processors_images_is_refused(tmp_path: 
         transformers.AutoModelForImageClassification.from_config(config).save_pretrained(folder)
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    task, spec = plugins.load("tasks", "image_classification"), load.load_spec(folder)
+    task, spec = plugins.load("tasks", "image_classification"), load_spec(folder)
     pixels = f"{change['size']['height']} x {change['size']['width']}"
     with pytest.raises(DataError, match=rf"cannot compute images of {pixels} pixels.*image_size is 16"):
         task.load_model(folder, spec)

@@ -24,6 +24,7 @@ from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import load
 from torchlake.models.folders import model_hash, weight_files
 from torchlake.models.generation import settings_of
+from torchlake.models.spec import load_spec
 from torchlake.tasks._pretrained import base_model, load_encoder
 
 TEXTS = ["a great film", "A DULL Film ΣΟΦΟΣ", "the film that I liked best of all, and not only for its end " * 3]
@@ -159,7 +160,7 @@ def test_settings_that_change_vectors_are_refused(embedder: Path, tmp_path: Path
     folder = copied(embedder, tmp_path / "model")
     edit(folder / "sentence_bert_config.json", **settings)
     with pytest.raises(DataError, match=f"sentence_bert_config.json: .*{next(iter(settings))}"):
-        load.load_spec(folder)
+        load_spec(folder)
 
 
 def test_what_sentence_transformers_6_saves_is_computed(embedder: Path, tmp_path: Path) -> None:
@@ -198,9 +199,9 @@ def test_settings_under_an_older_name_count(embedder: Path, tmp_path: Path) -> N
     folder = copied(embedder, tmp_path / "model")
     (folder / "sentence_bert_config.json").rename(folder / "sentence_roberta_config.json")
     before = model_hash(folder)
-    assert load.load_spec(folder).max_length == 48
+    assert load_spec(folder).max_length == 48
     edit(folder / "sentence_roberta_config.json", max_seq_length=12)
-    assert (load.load_spec(folder).max_length, model_hash(folder) == before) == (12, False)
+    assert (load_spec(folder).max_length, model_hash(folder) == before) == (12, False)
 
 
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
@@ -419,7 +420,7 @@ def test_training_keeps_what_belongs_to_the_model(translator: Path, tmp_path: Pa
     base = copied(translator, tmp_path / "base")
     edit(base / "generation_config.json", forced_bos_token_id=9, bad_words_ids=[[1]], num_beams=4, eos_token_id=7)
     task = tl.plugins.load("tasks", "text2text_generation")
-    spec = load.load_spec(base)
+    spec = load_spec(base)
     processor, model = task.load_processor(base, spec, scoring=False), task.base_model(base, spec)
     task.save_model(tmp_path / "trained", dict(model.state_dict()), model.config, processor, spec, card={})
     kept = settings_of(base)

@@ -33,10 +33,11 @@ import families
 import tiny
 from sweeps import examples
 from torchlake.atomic_io import digest
-from torchlake.config.task_spec import label_name, spec_from_json, spec_to_json
+from torchlake.config.task_spec import Label, label_name, spec_from_json, spec_to_json
 from torchlake.errors import DataError, StorageError
 from torchlake.models import folders, load
 from torchlake.models.load import TaskSpec
+from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
 from torchlake.tasks._pretrained import base_model
 
@@ -45,7 +46,7 @@ AUTO = "AutoModelForSequenceClassification"
 
 def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(tiny_model)
-    ours = load.load_model(tiny_model, load.load_spec(tiny_model), auto_class=AUTO)
+    ours = load.load_model(tiny_model, load_spec(tiny_model), auto_class=AUTO)
     assert theirs.config.id2label == {0: "bad", 1: "good"}
     assert theirs.config.problem_type == "single_label_classification"
     assert not ours.training
@@ -71,7 +72,7 @@ def test_names_of_classes_are_strings_or_refused_in_words(id2label: dict[str, An
         values = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**values, "id2label": id2label}))
         try:
-            labels = load.load_spec(folder).labels
+            labels = load_spec(folder).labels
         except DataError as error:
             assert "id2label" in str(error) or "x" in id2label  # noqa: PT017
             return
@@ -134,10 +135,10 @@ def test_further_chat_templates_are_part_of_the_hash(tmp_path: Path, tiny_model:
         ("regression", ()),
     ],
 )
-def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[load.Label, ...]) -> None:
+def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[Label, ...]) -> None:
     spec = tiny.spec_for(problem, labels)
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
-    loaded = load.load_spec(folder)
+    loaded = load_spec(folder)
     assert loaded == spec
     assert [type(label) for label in loaded.labels] == [type(label) for label in labels]
     model = load.load_model(folder, loaded, auto_class=AUTO)
@@ -177,19 +178,19 @@ def test_a_task_that_was_edited_wrongly(
     file = tmp_path / "model" / "task.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(DataError, match=message):
-        load.load_spec(tmp_path / "model")
+        load_spec(tmp_path / "model")
 
 
 def test_a_folder_without_a_task_is_read_from_its_config(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     for name in ("task.json", "manifest.json"):
         (tmp_path / "model" / name).unlink()
-    assert load.load_spec(tmp_path / "model") == replace(tiny.SPEC, max_length=128)
+    assert load_spec(tmp_path / "model") == replace(tiny.SPEC, max_length=128)
 
 
 def test_an_encoder_without_a_head_has_no_task(tiny_bert: Path) -> None:
     with pytest.raises(DataError, match="BertModel"):
-        load.load_spec(tiny_bert)
+        load_spec(tiny_bert)
     with pytest.raises(DataError, match=r"classifier\.bias.*predictions would be random"):
         load.load_model(tiny_bert, auto_class=AUTO)
 
@@ -375,9 +376,9 @@ def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None
         load.load_tokenizer("nobody/nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="is a file"):
-        load.load_spec(tmp_path / "file")
+        load_spec(tmp_path / "file")
     with pytest.raises(DataError, match=r"no weights|not a model folder"):
-        load.load_spec(tmp_path)
+        load_spec(tmp_path)
     shutil.copytree(tiny_bert, tmp_path / "wordless")
     (tmp_path / "wordless" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="no tokenizer"):

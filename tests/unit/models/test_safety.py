@@ -16,6 +16,7 @@ import pytest
 
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.models import load, safety
+from torchlake.models.spec import load_spec
 from torchlake.tasks._pretrained import base_model
 
 
@@ -42,7 +43,7 @@ def refused(folder: Path) -> TorchlakeError:
     messages = set()
     roads: list[Callable[[], object]] = [
         lambda: load.check_folder(folder),
-        lambda: load.load_spec(folder),
+        lambda: load_spec(folder),
         lambda: load.load_tokenizer(folder),
         lambda: load.max_length(folder),
         lambda: load.load_model(folder, auto_class="AutoModelForSequenceClassification"),

@@ -15,7 +15,7 @@ import torch
 import tiny
 from torchlake import plugins
 from torchlake.errors import UsageError, pip_install
-from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
 from torchlake.runtimes import _compiler, compiled, eager, zentorch
 
@@ -34,7 +34,7 @@ def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path
 
     torch._dynamo.reset()  # what other tests compiled
     counters.clear()
-    spec = load.load_spec(tiny_model)
+    spec = load_spec(tiny_model)
     forward = runtime.load(tiny_model, spec, device="cpu")
     for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:
         ids = np.full((rows, length), 5)
@@ -57,7 +57,7 @@ def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) ->
     for seed in range(6):
         encoder = tiny.build_encoder(tmp_path / f"encoder-{seed}", seed=seed)
         model = tiny.build_model(tmp_path / f"model-{seed}", encoder=encoder)
-        spec = load.load_spec(model)
+        spec = load_spec(model)
         expected = eager.load(model, spec, device="cpu")(**BATCH)
         outputs = zentorch.load(model, spec, device="cpu")(**BATCH)
         assert np.abs(outputs - expected).max() <= zentorch.AGREEMENT * np.abs(expected).max(), seed
@@ -67,7 +67,7 @@ def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) ->
 @pytest.mark.slow
 def test_any_number_of_models_is_compiled_and_none_is_kept(tiny_model: Path) -> None:
     """torch counts compilations by the code of a function, and ends with an error at the ninth."""
-    spec = load.load_spec(tiny_model)
+    spec = load_spec(tiny_model)
     task = plugins.load("tasks", spec.task)
     inputs = {name: torch.from_numpy(array) for name, array in BATCH.items()}
     models = weakref.WeakSet[Any]()
@@ -91,7 +91,7 @@ def test_outputs_of_other_weights_are_refused(tiny_model: Path, monkeypatch: pyt
 
     monkeypatch.setattr(zentorch, "_compile", of_other_weights)
     with pytest.raises(UsageError, match="outputs differ by .*% from those of the unchanged one"):
-        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
+        zentorch.load(tiny_model, load_spec(tiny_model), device="cpu")
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_outputs_of_other_weights_are_refused(tiny_model: Path, monkeypatch: pyt
 def test_it_leaves_the_settings_of_the_compiler_alone(tiny_model: Path) -> None:
     import torch._inductor.config
 
-    zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")(**BATCH)
+    zentorch.load(tiny_model, load_spec(tiny_model), device="cpu")(**BATCH)
     assert torch._inductor.config.joint_custom_post_pass is None
 
 
@@ -117,7 +117,7 @@ def test_zentorch_says_what_is_missing(tiny_model: Path, tmp_path: Path, monkeyp
     monkeypatch.delenv(hardware.TEST_CPU, raising=False)
     assert f"not installed: {pip_install('zentorch==2.13.*')}" in (zentorch.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="the library 'zentorch' is not installed"):
-        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
+        zentorch.load(tiny_model, load_spec(tiny_model), device="cpu")
     versions["zentorch"] = "2.14.0.1"
     assert f"is made for torch 2.14, but this is 2.13: {pip_install('zentorch==2.13.*')}" in zentorch.refusal(
         tiny_model
@@ -126,4 +126,4 @@ def test_zentorch_says_what_is_missing(tiny_model: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv(hardware.TEST_CPU, "avx2")
     assert "no product of bf16" in (zentorch.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="CPUs only"):
-        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cuda")
+        zentorch.load(tiny_model, load_spec(tiny_model), device="cuda")

@@ -11,7 +11,7 @@ import torch
 
 from torchlake import plugins
 from torchlake.errors import UsageError
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
 from torchlake.runtimes import _openvino, _products, eager, varlen
 

@@ -14,8 +14,10 @@ from cpus import needs_bf16, needs_int8
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
 from torchlake.runtimes import _encoder, _products, _ragged, bf16, int8, varlen
+from torchlake.runtimes._padding import remove_padding
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -25,7 +27,7 @@ def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: i
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(2, offsets[-1] + 2, dtype=np.int32)
     ids, mask = pad(Ragged(values, offsets), np.arange(len(lengths)), 1)
-    rows = _encoder.remove_padding(padding_id, ids, mask)
+    rows = remove_padding(padding_id, ids, mask)
     assert rows.ids.tolist() == values.tolist()
     assert rows.lengths.tolist() == lengths
     first = 0 if padding_id is None else padding_id + 1
@@ -37,7 +39,7 @@ def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: i
 def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_path: Path) -> None:
     """RoBERTa gives a padding token the position of padding wherever it stands; so must we."""
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta)
-    spec, pad_id = load.load_spec(folder), load.load_tokenizer(folder).pad_token_id
+    spec, pad_id = load_spec(folder), load.load_tokenizer(folder).pad_token_id
     ids = np.array([[0, 7, pad_id, 9, 2]])
     mask = np.ones_like(ids)
     model = load.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
@@ -84,14 +86,14 @@ def test_what_is_not_finite_stays_in_its_token() -> None:
 @pytest.mark.parametrize("runtime", [bf16, int8])
 def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="CPUs only"):
-        runtime.load(tiny_model, load.load_spec(tiny_model), device="cuda")
+        runtime.load(tiny_model, load_spec(tiny_model), device="cuda")
 
 
 def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hardware.TEST_CPU, "avx512_core_vnni")
     assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="no product of bf16"):
-        bf16.load(tiny_model, load.load_spec(tiny_model), device="cpu")
+        bf16.load(tiny_model, load_spec(tiny_model), device="cpu")
 
 
 @needs_bf16

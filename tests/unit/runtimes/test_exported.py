@@ -21,11 +21,12 @@ from torchlake import plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
 from torchlake.runtimes import (
     _calibration,
     _encoder,
-    _exported,
+    _exports,
     _onnx_export,
     _onnx_int8,
     _openvino,
@@ -57,7 +58,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     folder = tiny.build_model(tmp_path_factory.mktemp("exported") / "model", encoder=tiny_bert)
     rows = [batch([5, 8, 30, 20]), batch([12] * 8)]
     for runtime in RUNTIMES.values():
-        runtime.prepare(folder, load.load_spec(folder), rows if runtime.CALIBRATED else [])
+        runtime.prepare(folder, load_spec(folder), rows if runtime.CALIBRATED else [])
     return folder
 
 
@@ -68,7 +69,7 @@ def copy_of(folder: Path, there: Path, *, exports: bool = True) -> Path:
 @pytest.mark.parametrize("name", RUN_HERE)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_rows_of_any_number_and_length(name: str, lengths: list[int], exported: Path) -> None:
-    spec = load.load_spec(exported)
+    spec = load_spec(exported)
     logits = RUNTIMES[name].load(exported, spec, device="cpu")(**named(batch(lengths)))
     expected = plugins.load("runtimes", "eager").load(exported, spec, device="cpu")(**named(batch(lengths)))
     np.testing.assert_allclose(logits, expected, atol=0.3 if RUNTIMES[name].CALIBRATED else 1e-5)
@@ -93,7 +94,7 @@ def test_the_gate_lets_exports_pass(exported: Path) -> None:
 
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_without_an_export_of_these_weights_the_remedy_is_said(name: str, exported: Path, tmp_path: Path) -> None:
-    spec = load.load_spec(exported)
+    spec = load_spec(exported)
     bare = copy_of(exported, tmp_path / "bare", exports=False)
     with pytest.raises(UsageError, match=rf"no export.*torchlake optimize {bare} --sample TABLE"):
         RUNTIMES[name].load(bare, spec, device="cpu")
@@ -107,7 +108,7 @@ def test_without_an_export_of_these_weights_the_remedy_is_said(name: str, export
 @pytest.mark.parametrize("name", ["onnx_int8", "openvino", "openvino_int8"])
 def test_a_gpu_is_refused(name: str, exported: Path) -> None:
     with pytest.raises(UsageError, match=rf"{name}.*CPUs only.*'varlen'"):
-        RUNTIMES[name].load(exported, load.load_spec(exported), device="cuda")
+        RUNTIMES[name].load(exported, load_spec(exported), device="cuda")
 
 
 def test_a_gpu_is_refused_without_its_provider(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,15 +116,15 @@ def test_a_gpu_is_refused_without_its_provider(exported: Path, monkeypatch: pyte
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(UsageError, match="onnxruntime-gpu"):
-        onnx.load(exported, load.load_spec(exported), device="cuda")
+        onnx.load(exported, load_spec(exported), device="cuda")
 
 
 @needs_int8
 @pytest.mark.parametrize("name", ["onnx_int8", "openvino_int8"])
 def test_ranges_need_rows(name: str, exported: Path) -> None:
     with pytest.raises(UsageError, match="--sample TABLE"):
-        RUNTIMES[name].prepare(exported, load.load_spec(exported), [])
-    assert RUNTIMES[name].load(exported, load.load_spec(exported), device="cpu")(**named(batch([3]))).shape == (1, 2)
+        RUNTIMES[name].prepare(exported, load_spec(exported), [])
+    assert RUNTIMES[name].load(exported, load_spec(exported), device="cpu")(**named(batch([3]))).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", [*RUN_HERE, "deepspeed"])
@@ -132,7 +133,7 @@ def test_a_missing_library_is_said_with_the_pip_line(
 ) -> None:
     extra = name.removesuffix("_int8")
     monkeypatch.setattr(deepspeed, "DEVICES", (str(tmp_path),))
-    for module in (_exported, deepspeed):
+    for module in (_exports, deepspeed):
         monkeypatch.setattr(module, "find_spec", lambda library: None)
     assert f"pip install 'torchlake[{extra}]'" in plugins.load("runtimes", name).refusal(exported)
 
@@ -140,7 +141,7 @@ def test_a_missing_library_is_said_with_the_pip_line(
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert RUNTIMES[name].refusal(exported) == (hardware.int8_refusal() if RUNTIMES[name].CALIBRATED else None)
-    monkeypatch.setattr(_exported, "MAX_WEIGHT_BYTES", 1000)
+    monkeypatch.setattr(_exports, "MAX_WEIGHT_BYTES", 1000)
     for cpu in hardware.CPU_CLASSES:
         monkeypatch.setenv(hardware.TEST_CPU, cpu)
         assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
@@ -152,15 +153,15 @@ def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch:
     runtime = plugins.load("runtimes", name)
     assert "VNNI" in str(runtime.refusal(exported))
     with pytest.raises(UsageError, match="VNNI"):
-        runtime.load(exported, load.load_spec(exported), device="cpu")
+        runtime.load(exported, load_spec(exported), device="cpu")
 
 
 def test_nothing_is_printed(exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_of(exported, tmp_path / "model", exports=False)
     for runtime in RUNTIMES.values():
-        runtime.prepare(folder, load.load_spec(folder), [batch([5, 8])] if runtime.CALIBRATED else [])
+        runtime.prepare(folder, load_spec(folder), [batch([5, 8])] if runtime.CALIBRATED else [])
         if runtime.refusal(folder) is None:
-            runtime.load(folder, load.load_spec(folder), device="cpu")(**named(batch([3, 9])))
+            runtime.load(folder, load_spec(folder), device="cpu")(**named(batch([3, 9])))
     assert capfd.readouterr() == ("", "")
 
 
@@ -187,7 +188,7 @@ def test_a_graph_that_answers_otherwise_is_refused(exported: Path, monkeypatch: 
 
     monkeypatch.setattr(_onnx_export, "forward", wrong_for_long_rows)
     with pytest.raises(UsageError, match=r"outputs of its ONNX graph and of the model differ.*1 x 9 tokens.*'eager'"):
-        onnx.prepare(exported, load.load_spec(exported), [])
+        onnx.prepare(exported, load_spec(exported), [])
 
 
 def test_an_architecture_that_cannot_be_exported_is_named(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_an_architecture_that_cannot_be_exported_is_named(exported: Path, monkey
 
     monkeypatch.setattr(torch.onnx, "export", cannot)
     with pytest.raises(UsageError, match=r"architecture 'bert' cannot be exported.*aten::odd"):
-        onnx.prepare(exported, load.load_spec(exported), [])
+        onnx.prepare(exported, load_spec(exported), [])
 
 
 def test_linear_layers_are_in_8_bits_and_the_rest_is_not(exported: Path) -> None:
@@ -227,7 +228,7 @@ def test_zero_points_are_in_the_biases(exported: Path) -> None:
 
 
 def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, spec = copy_of(exported, tmp_path / "model", exports=False), load.load_spec(exported)
+    folder, spec = copy_of(exported, tmp_path / "model", exports=False), load_spec(exported)
     onnx_int8.prepare(folder, spec, [batch([5, 8])])
     calibrated = []
     observe = _onnx_int8._observe
@@ -253,7 +254,7 @@ def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Pat
     (encoder / "config.json").write_text(json.dumps({**config, "hidden_act": activation}))
     folder = tiny.build_model(tmp_path / "model", encoder=encoder)
     assert (_encoder.refusal(folder) is None) == (activation == "gelu")
-    spec, pad_id = load.load_spec(folder), load.load_tokenizer(folder).pad_token_id
+    spec, pad_id = load_spec(folder), load.load_tokenizer(folder).pad_token_id
     graph = _onnx_export.graph(folder, spec, tmp_path)
     merged, parts = tmp_path / "merged", tmp_path / "parts"
     for place in (merged, parts):
@@ -271,7 +272,7 @@ def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Pat
 def test_attention_is_laid_out_for_the_rows_of_the_calibration(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, spec = copy_of(exported, tmp_path / "model", exports=False), load.load_spec(exported)
+    folder, spec = copy_of(exported, tmp_path / "model", exports=False), load_spec(exported)
     monkeypatch.setattr(_openvino, "SHORT", dict.fromkeys(_openvino.SHORT, 15))
     for lengths, short in [([5, 8, 14], True), ([4, 4, 4, 20], True), ([4, 4, 4, 30], False), ([30], False)]:
         openvino_int8.prepare(folder, spec, [batch(lengths)])
@@ -321,7 +322,7 @@ def test_deepspeed_refuses_what_it_cannot_run(exported: Path, monkeypatch: pytes
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
     assert "not for 'deberta-v2'" in str(deepspeed.refusal(tmp_path))
     with pytest.raises(UsageError, match=r"CUDA only.*'int8'"):
-        deepspeed.load(exported, load.load_spec(exported), device="cpu")
+        deepspeed.load(exported, load_spec(exported), device="cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sigaltstack as Linux has it")
@@ -334,6 +335,6 @@ def test_openvino_leaves_no_stack_for_signals_behind(exported: Path) -> None:
         return now.pointer, now.flags, now.size
 
     before = stack()
-    forward = openvino.load(exported, load.load_spec(exported), device="cpu")
+    forward = openvino.load(exported, load_spec(exported), device="cpu")
     forward(**named(batch([3, 5])))
     assert stack() == before

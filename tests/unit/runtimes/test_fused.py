@@ -12,7 +12,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 import tiny
 import torchlake as tl
 from torchlake import plugins
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import eager, fused
 
 LABELS = ["bad", "fair", "good"]

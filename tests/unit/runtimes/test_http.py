@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from torchlake.errors import UsageError
 from torchlake.runtimes._http.answers import Answer, answer_of, message_of, read_answer
-from torchlake.runtimes._http.client import _retry_after
-from torchlake.runtimes._http.limits import FIRST, LimitOptions, Limits, _Rates
+from torchlake.runtimes._http.limits import FIRST, LimitOptions, Limits, _Rates, retry_after
 from torchlake.runtimes._http.requests import Endpoint, checked_url
 
 CHAT = Endpoint(url="https://host/v1", model="small", api="chat", options={"n": 1})
@@ -109,12 +108,12 @@ def test_a_text_does_not_depend_on_what_was_not_asked() -> None:
     ids=str,
 )
 def test_times_to_wait(headers: dict[str, str], seconds: float) -> None:
-    assert _retry_after(headers) == seconds
+    assert retry_after(headers) == seconds
 
 
 def test_a_date_to_wait_for() -> None:
     in_50_minutes = formatdate(time.time() + 3000, usegmt=True)
-    assert _retry_after({"retry-after": in_50_minutes}) == pytest.approx(3000, abs=600)
+    assert retry_after({"retry-after": in_50_minutes}) == pytest.approx(3000, abs=600)
 
 
 def test_open_requests_grow_while_latency_holds_and_halve_once() -> None:

@@ -14,7 +14,7 @@ import families
 from sweeps import sweep
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.models.generation import END, NON_FINITE, GenerationOptions, generation_options
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import Ended, Text, Writer, eager
 from torchlake.runtimes._writing.prefix import BLOCK, Beginnings, leader
 from torchlake.runtimes._writing.row import Row

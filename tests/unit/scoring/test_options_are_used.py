@@ -16,7 +16,8 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake.config.options import EvaluateOptions, PredictOptions
+from torchlake.config.measuring import EvaluateOptions
+from torchlake.config.options import PredictOptions
 from torchlake.errors import TorchlakeError
 from torchlake.jobs.map import MapOptions
 from torchlake.scoring.rank import RankOptions

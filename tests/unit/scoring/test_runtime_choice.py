@@ -13,9 +13,8 @@ import torchlake as tl
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.models import exports
 from torchlake.processes.hardware import CpuClass
-from torchlake.runtimes import eager
+from torchlake.runtimes import _exports, eager
 from torchlake.scoring.options.job import products_of, say_if_optimizing_pays
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.runtime_choice import chosen, requested, write_choice
@@ -147,7 +146,7 @@ class Fake:
 
     def prepare(self, folder: Path, spec: TaskSpec, batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
         self.prepared.append(sum(len(ids) for ids, _ in batches))
-        with exports.making(folder, "fake", rows=0, versions={"fake": "1"}) as export:
+        with _exports.making(folder, "fake", rows=0, versions={"fake": "1"}) as export:
             (export / "fake.json").write_text("{}")
 
 
@@ -198,7 +197,7 @@ def test_an_export_is_made_once_and_stands_in_the_fingerprint(
     assert "done once" in caplog.text
     second = tl.predict(model, tmp_path / "in.parquet", tmp_path / "2", runtime="fake", engine=tiny.Here()).record
     assert fake.prepared == [0], "made the first time, without rows"
-    assert first["fingerprint"]["export"] == second["fingerprint"]["export"] == exports.identity(model, "fake")
+    assert first["fingerprint"]["export"] == second["fingerprint"]["export"] == _exports.identity(model, "fake")
     choose(model, "fake")
     assert chosen(model, TASK, cpu).runtime == "fake"
     assert tl.predict(model, ROWS, engine=tiny.Here()).num_rows == len(ROWS)
@@ -228,7 +227,7 @@ def test_optimize_makes_exports_with_rows_of_the_sample(
         assert {one.runtime: one.agreement for one in done.candidates} == {"eager": 1.0, "fake": 1.0}
         assert json.loads((model / "runtime.json").read_text())["runtime"] == done.runtime
     assert fake.prepared == ([10, 10] if calibrated else [10])
-    assert exports.current(model, "fake") is not None
+    assert _exports.current(model, "fake") is not None
     one_row = tl.optimize(model, tiny.reviews(1), runtimes=["fake"], engine=tiny.Here(), budget="10min")
     verdict = next(one.verdict for one in one_row.candidates if one.runtime == "fake")
     assert verdict.startswith("not tried: the sample has no rows") == calibrated

@@ -18,7 +18,7 @@ import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.jobs.worker.read_ahead import Workspace
-from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.outputs.parts import PartFolder
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
@@ -261,6 +261,6 @@ def test_rows_that_are_left_out_are_null_in_texts_and_conversations() -> None:
 
 def test_the_schema_is_known_before_any_row(model: Path) -> None:
     source = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("text", pa.string())])
-    schema = output_schema(settings(model, keep=("id",), key="id"), load.load_spec(model), source)
+    schema = output_schema(settings(model, keep=("id",), key="id"), load_spec(model), source)
     assert schema.names == ["id", "label", "score", "truncated", "error"]
     assert all(field.nullable for field in schema)

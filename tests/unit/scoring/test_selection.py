@@ -115,7 +115,7 @@ def test_a_language_model_is_measured_on_the_selected_texts(table: Path, part: P
 
 
 def test_the_sample_of_optimize_is_drawn_from_the_selected_rows(table: Path, tiny_model: Path) -> None:
-    from torchlake.models.load import load_spec
+    from torchlake.models.spec import load_spec
     from torchlake.optimization.sample import draw_sample
     from torchlake.tables.sources._options import read_options
 

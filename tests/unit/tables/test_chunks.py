@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -109,7 +110,7 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_text("a\n1\n")
     plan = plan_chunks(open_table(path), columns=["a"])
     hashed: list[str] = []
-    monkeypatch.setattr(planning, "block_id", lambda block: hashed.append(block[0]) or "0" * 64)
+    monkeypatch.setattr(versions, "block_id", lambda block: hashed.append(block[0]) or "0" * 64)
     assert plan_chunks(open_table(path), columns=["a"], cached=plan.inputs).id == plan.id
     assert hashed == []
     path.write_text("a\n12\n")
@@ -117,11 +118,13 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert hashed == [str(path)]
 
 
-@pytest.mark.parametrize("step", ["scan_range", "block_id"])
-def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+@pytest.mark.parametrize(("module", "step"), [(planning, "scan_range"), (versions, "block_id")])
+def test_rows_appended_while_planning_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
+) -> None:
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n")
-    table, real = open_table(path), getattr(planning, step)
+    table, real = open_table(path), getattr(module, step)
 
     def appended_after(*arguments: Any) -> Any:
         result = real(*arguments)
@@ -130,7 +133,7 @@ def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: 
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(planning, step, appended_after)
+        patch.setattr(module, step, appended_after)
         with pytest.raises(TableError, match=r"a\.csv: changed while it was being planned. Run the same command again"):
             plan_chunks(table, columns=["a"])
     assert plan_chunks(table, columns=["a"]).rows == 2

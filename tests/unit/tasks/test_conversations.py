@@ -21,7 +21,7 @@ from sweeps import sweep
 from torchlake import failpoints, plugins
 from torchlake.config.job import load_job
 from torchlake.errors import ConfigError, DataError, TorchlakeError, UsageError
-from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.preparation.conversations import with_table
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import complete_spec, draft_spec
@@ -90,7 +90,7 @@ def test_messages_and_tools_are_found_and_learned_without_marks(tmp_path: Path, 
     assert facts["learned"] == sum(token >= 0 for row in alone for token in row)
     assert (facts["cut"], facts["dropped"]) == (0, 0)
     assert 0.5 < facts["filled"] <= 1
-    spec = load.load_spec(model)
+    spec = load_spec(model)
     assert (spec.text, spec.inputs, spec.rows.pack) == ("messages", {"tools": "tools"}, "whole")
     structs = pa.table({"conversations": chats()})
     pq.write_table(structs, tmp_path / "structs.parquet")

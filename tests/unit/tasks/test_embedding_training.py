@@ -20,7 +20,7 @@ import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake.errors import ConfigError, DataError, UsageError
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.tasks import _contrastive
 from torchlake.tasks.feature_extraction import task
 

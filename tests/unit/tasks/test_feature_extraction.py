@@ -23,7 +23,7 @@ from torchlake import plugins
 from torchlake.config.model_files import embedding
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import prepare_runtime
 

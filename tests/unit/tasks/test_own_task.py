@@ -26,7 +26,7 @@ from golden_losses import BETWEEN_STRATEGIES
 from sweeps import sweep
 from torchlake import plugins
 from torchlake.errors import ConfigError, DataError, TaskError, UsageError
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.tasks import BaseTask
 
 CASE = task_cases.CASES["text_and_numbers"]

@@ -16,7 +16,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import from_arrow
 from torchlake.errors import DataError, UsageError
 from torchlake.models.generation import GenerationOptions
-from torchlake.models.load import load_spec
+from torchlake.models.spec import load_spec
 from torchlake.runtimes import write_all
 from torchlake.runtimes.eager import open_writer
 from torchlake.tasks.text2text_generation import task

@@ -22,6 +22,7 @@ from sweeps import sweep
 from torchlake.data import order
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.preparation.prepare import prepare
 from torchlake.tables.record import read_commit
 
@@ -115,7 +116,7 @@ def test_evaluate_counts_rows_without_text_and_refuses_what_it_cannot_do(trained
 
 def test_the_model_folder_is_one_of_transformers_and_of_torchlake(trained: Path, tiny_gpt2: Path) -> None:
     folder = trained / "run" / "model"
-    spec = load.load_spec(folder)
+    spec = load_spec(folder)
     assert (spec.task, spec.problem, spec.labels, spec.label, spec.max_length) == (
         "text_generation",
         "next_token",
@@ -126,7 +127,7 @@ def test_the_model_folder_is_one_of_transformers_and_of_torchlake(trained: Path,
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "GPT2LMHeadModel"
     assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
-    assert load.load_spec(tiny_gpt2).task == "text_generation"
+    assert load_spec(tiny_gpt2).task == "text_generation"
     card = (folder / "README.md").read_text()
     assert "AutoModelForCausalLM" in card
     assert "pipeline_tag: text-generation" in card
@@ -176,7 +177,7 @@ def test_lora_leaves_the_words_alone_and_merges_the_rest(tmp_path: Path, tiny_gp
 def test_conversations_are_learned_as_the_template_writes_them(tmp_path: Path, tiny_gpt2: Path) -> None:
     chats = [[{"role": "user", "content": "good ?"}, {"role": "assistant", "content": "yes , all of it"}], None, []]
     pq.write_table(pa.table({"text": chats}), tmp_path / "chats.parquet")
-    spec = load.load_spec(tiny_gpt2)
+    spec = load_spec(tiny_gpt2)
     record = prepare(
         tmp_path / "chats.parquet",
         tmp_path / "tokens",
@@ -274,7 +275,7 @@ def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kin
     assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
     found = tl.evaluate(model, tables["validation"], engine=tiny.Here())
     assert (found.tokens, found.metrics["loss"].value) == (targets, pytest.approx(loss / targets, rel=1e-5))
-    assert load.load_spec(model).problem == "next_answer_token"
+    assert load_spec(model).problem == "next_answer_token"
 
 
 def test_the_assistants_turns_have_to_be_there(tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path) -> None:

@@ -18,6 +18,7 @@ import training_runs as runs
 from cpus import needs_int8
 from sweeps import sweep
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 
 GOOD = set(tiny.GOOD)
 
@@ -63,7 +64,7 @@ def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Pa
         sections["data"]["train"] = str(stored(tmp_path, pa.array(labels), name=name))
         done = runs.succeed(tmp_path / f"run_{name}", sections)
         told[name] = done.metrics
-        spec = load.load_spec(tmp_path / f"run_{name}" / "model")
+        spec = load_spec(tmp_path / f"run_{name}" / "model")
         assert (spec.mean, spec.deviation) == pytest.approx((labels.mean(), labels.std()))
     small, large = told["small"], told["large"]
     assert small is not None
@@ -110,7 +111,7 @@ def test_whole_floats_are_classes(tmp_path: Path, tiny_bert: Path, name: str) ->
     sections = runs.job(tmp_path, tiny_bert, epochs=1)
     sections["data"] |= {"train": str(stored(tmp_path, table["label"], name="floats")), "bad_rows": "drop"}
     runs.succeed(tmp_path / "run", sections)
-    spec = load.load_spec(tmp_path / "run" / "model")
+    spec = load_spec(tmp_path / "run" / "model")
     assert (spec.problem, spec.labels) == ("single_label", (1, 2) if name == "text" else (0, 1))
     assert tl.evaluate(tmp_path / "run" / "model", sections["data"]["train"], engine=runs.Inline()).rows == 64
 
@@ -119,7 +120,7 @@ def test_the_job_says_what_the_labels_are(tmp_path: Path, tiny_bert: Path) -> No
     sections = runs.job(tmp_path, tiny_bert, epochs=1)
     sections["data"] |= {"train": str(stored(tmp_path, pa.array([1, 2, 3] * 20), name="stars"))}
     runs.succeed(tmp_path / "run", sections, overrides=("data.problem=regression",))
-    assert load.load_spec(tmp_path / "run" / "model").problem == "regression"
+    assert load_spec(tmp_path / "run" / "model").problem == "regression"
     refused = runs.attempt(tmp_path / "other", sections, overrides=("data.problem=multi_label",))
     assert refused.exit_code == 65
     assert (

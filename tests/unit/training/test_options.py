@@ -16,6 +16,7 @@ from sweeps import sweep
 from torchlake.data import batching
 from torchlake.errors import UsageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.tasks._pretrained import base_model
 from torchlake.training import state
 from torchlake.training.model import kernels
@@ -220,7 +221,7 @@ def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_b
     sections["model"]["lora"] = {"rank": 4, "targets": ["query", "value"]}
     runs.succeed(tmp_path / "run", sections)
     folder = tmp_path / "run" / "model"
-    spec = load.load_spec(folder)
+    spec = load_spec(folder)
     merged = load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     torch.manual_seed(0)
     base = base_model(tiny_bert, spec, "AutoModelForSequenceClassification")

@@ -20,6 +20,7 @@ from torchlake.config import job as config
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.precision import step_seed
 from torchlake.optim.schedule import learning_rate
@@ -51,7 +52,7 @@ def test_the_run_folder_holds_the_whole_story(finished: tuple[Path, dict[str, An
 
 def test_the_model_folder_is_the_best_model_and_loads(finished: tuple[Path, dict[str, Any]]) -> None:
     run, _ = finished
-    spec = load.load_spec(run / "model")
+    spec = load_spec(run / "model")
     assert spec.labels == ("bad", "good")
     model = load.load_model(run / "model", spec, auto_class="AutoModelForSequenceClassification")
     validations = {line["step"]: line for line in runs.metrics(run) if "validation_loss" in line}
@@ -144,7 +145,7 @@ def test_labels_of_a_failed_attempt_are_forgotten(tmp_path: Path, tiny_bert: Pat
     assert runs.attempt(tmp_path / "run", sections).exit_code == 65
     pq.write_table(table, tmp_path / "reviews.parquet")
     runs.succeed(tmp_path / "run", sections)
-    assert load.load_spec(tmp_path / "run" / "model").labels == ("bad", "good")
+    assert load_spec(tmp_path / "run" / "model").labels == ("bad", "good")
 
 
 def test_a_finished_run_is_not_taken_for_one_of_other_rows(tmp_path: Path, tiny_bert: Path) -> None:

@@ -29,7 +29,7 @@ from torchlake.errors import (
     UnsafeError,
     UsageError,
 )
-from torchlake.models import load
+from torchlake.models.spec import load_spec
 from torchlake.runs import follow
 from torchlake.storage import lease
 from torchlake.training import step
@@ -143,7 +143,7 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
     assert done.metric == "macro_f1"
     assert done.best.value == max(one.value for one in done.trials)
     assert done.model == run / "trials" / f"{done.best.number:04d}" / "model"
-    assert load.load_spec(done.model).labels == ("bad", "good")
+    assert load_spec(done.model).labels == ("bad", "good")
     assert load_job(run / "job.yaml") == done.job
     for one in done.trials:
         searched = one.settings

@@ -7,7 +7,8 @@ from typing import Annotated
 from torchlake.cli.command import ModelFolder, argument, command
 from torchlake.cli.display import Outcome, candidate_lines, fact_lines, metric_lines, metric_values
 from torchlake.cli.options import RUNTIMES, EngineFlags, Given
-from torchlake.config.options import EvaluateOptions, OptimizeOptions, Option
+from torchlake.config.measuring import EvaluateOptions, OptimizeOptions
+from torchlake.config.options import Option
 from torchlake.display import grid
 from torchlake.errors import UsageError
 

@@ -25,6 +25,24 @@ class CommitAttempt:
     written: Any = None
     "The snapshot that it would add."
 
+    def discard(self, table: Any) -> None:
+        """Delete the manifests of a refused attempt once it is certain that it was not made and cannot be made later.
+
+        `table` is the table as it is now; None if it is gone.
+        """
+        # While the parent is still current, a copy of the request that a proxy sent twice could yet succeed. Once
+        # another snapshot is on top of the parent, the catalog refuses every copy.
+        written = self.written
+        if written is None or table is None or table.metadata.current_snapshot_id == written.parent_snapshot_id:
+            return
+        # A refusal may be the answer to the second copy of a request whose first copy succeeded.
+        if table.metadata.snapshot_by_id(written.snapshot_id) is not None:
+            return
+        for manifest in written.manifests(table.io):
+            if manifest.added_snapshot_id == written.snapshot_id:
+                table.io.delete(manifest.manifest_path)
+        table.io.delete(written.manifest_list)
+
 
 def single_attempt(catalog: Any, table: Any) -> tuple[CommitAttempt, Any]:
     """Return an attempt and its pyiceberg transaction, on top of `table` as it was loaded.

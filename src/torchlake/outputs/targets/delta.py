@@ -8,9 +8,9 @@ overwrite by itself, rows that another writer added meanwhile would stay in the 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -18,7 +18,6 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from torchlake.errors import OutputError, UsageError, need_library
-from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import PartFolder
 from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
@@ -35,6 +34,7 @@ from torchlake.outputs.target import (
 )
 from torchlake.outputs.targets._delta_history import is_lost
 from torchlake.outputs.targets._delta_rules import check_rules, commit_error
+from torchlake.outputs.targets._delta_snapshot import KEPT_COMMITS, DeltaSnapshot
 from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
 from torchlake.storage.errors import first_line, library_errors, storage_failure
 from torchlake.storage.objects import RETRIES, RETRY_S
@@ -43,62 +43,6 @@ from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
 
 APP = "torchlake"
-KEPT_COMMITS = "torchlake.commit"
-"The field of a log entry that names the commit."
-_STATISTICS = ("null_count", "min", "max")
-HISTORY = 20
-"Number of log entries that are searched for torchlake's last commit; entries of maintenance may come after it."
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaSnapshot:
-    """A table at one version; `table` is None if there is none yet."""
-
-    table: Any
-
-    @property
-    def version(self) -> str:
-        """The version's number; empty if there is no table, or it never had a row."""
-        return "" if self.table is None else str(self.table.version())
-
-    @property
-    def latest(self) -> str | None:
-        """The commit that the last entries of the log name."""
-        if self.table is None:
-            return None
-        with library_errors(self.table.table_uri):
-            entries = self.table.history(HISTORY)
-        return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
-
-    @cached_property
-    def actions(self) -> pa.Table | None:
-        """What the log says about the files that it lists; None: it lists none."""
-        return pa.table(self.table.get_add_actions()) if self.table is not None and self.table.file_uris() else None
-
-    @cached_property
-    def deleted(self) -> Mapping[str, int]:
-        """How many rows of the files with deletion vectors are deleted."""
-        vectors = {} if self.table is None else source.deleted_rows(self.table)
-        return {path: int.from_bytes(bits, "little").bit_count() for path, bits in vectors.items()}
-
-    @cached_property
-    def paths(self) -> Sequence[str]:
-        """The files with rows, as the log names them: read once, because each commit is looked for among them."""
-        if self.actions is None:
-            return ()
-        paths: list[str] = self.actions["path"].to_pylist()
-        if not self.deleted:
-            return paths
-        rows = self.actions["num_records"].to_pylist()
-        return [
-            path for path, count in zip(paths, rows, strict=True) if self.deleted.get(source.decoded(path)) != count
-        ]
-
-    @cached_property
-    def history(self) -> Sequence[Mapping[str, Any]]:
-        """The entries of the log about all operations, the newest first."""
-        found: list[dict[str, Any]] = self.table.history()
-        return found
 
 
 @reads_log
@@ -213,17 +157,7 @@ class DeltaTarget:
 
     def logged(self, snapshot: DeltaSnapshot) -> Mapping[str, Logged]:
         """Return the statistics and partitions in the log."""
-        found = {}
-        for one in snapshot.actions.to_pylist() if snapshot.actions is not None else ():
-            nulls, lowest, highest = (
-                {name: value for name, value in (one.get(field) or {}).items() if value is not None}
-                for field in _STATISTICS
-            )
-            partition = {name: partition_text(value) for name, value in (one.get("partition") or {}).items()}
-            gone = snapshot.deleted.get(source.decoded(one["path"]), 0)
-            size, rows = one["size_bytes"], one.get("num_records")
-            found[unquote(one["path"])] = Logged(size, rows, partition, nulls, lowest, highest, gone)
-        return found
+        return snapshot.logged
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """Return the position, which is stored as the version of a transaction with this name."""

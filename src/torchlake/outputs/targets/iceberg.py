@@ -12,16 +12,14 @@ belong, and every part has the table's field ids. Missing columns are added at t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import pyarrow as pa
 
-from torchlake import atomic_io
 from torchlake.errors import OutputError, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.records import FOLDER, read_record, stored_commits
+from torchlake.outputs.records import read_record, stored_commits
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.outputs.target import (
     Change,
@@ -35,8 +33,15 @@ from torchlake.outputs.target import (
     reads_log,
 )
 from torchlake.outputs.targets import _iceberg_files as files
+from torchlake.outputs.targets._iceberg_snapshot import (
+    COMMIT,
+    IcebergSnapshot,
+    commit_of,
+    data_folder,
+    mark_of,
+    root_of,
+)
 from torchlake.outputs.targets._iceberg_tables import (
-    CommitAttempt,
     add_columns,
     check_features,
     checked_spec,
@@ -50,37 +55,8 @@ from torchlake.storage.folders import folder_at
 from torchlake.tables.sources._catalogs import TableName, catalog_errors, opened_catalog, parse_name
 from torchlake.tables.sources.files import local_path
 
-COMMIT = "torchlake.commit"
-"The property of a table, and the field of a snapshot's summary, with a commit's id."
 POSITION = "torchlake.position."
 PREPARE_ATTEMPTS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class IcebergSnapshot:
-    """A table at its current snapshot; `table` is None if there is none yet."""
-
-    table: Any
-
-    @property
-    def version(self) -> str:
-        """The snapshot's id; empty before the first one."""
-        current = None if self.table is None else self.table.current_snapshot()
-        return "" if current is None else str(current.snapshot_id)
-
-    @property
-    def latest(self) -> str | None:
-        """The commit that the property names."""
-        found: str | None = None if self.table is None else self.table.properties.get(COMMIT)
-        return found
-
-    @cached_property
-    def paths(self) -> frozenset[str]:
-        """The files with rows: read once, because each commit is looked for among them."""
-        if self.table is None:
-            return frozenset()
-        gone, found = files.deleted_rows(self.table), files.live_files(self.table)
-        return frozenset(one.file_path for one in found if gone.get(one.file_path) != one.record_count)
 
 
 @reads_log
@@ -105,7 +81,7 @@ class IcebergTarget:
     @property
     def root(self) -> str:
         """The table's location; empty before there is a table."""
-        return "" if self.table is None else local_path(self.table.location().rstrip("/"))
+        return "" if self.table is None else root_of(self.table)
 
     @property
     def address(self) -> str:
@@ -160,7 +136,7 @@ class IcebergTarget:
         """Return a folder of this commit and this table, below the table's data."""
         known = files.schema_to_arrow(self.table, ids=True)
         fields = [known.field(one.name) if one.name in known.names else one for one in _stored(schema)]
-        location = local_path(_data_folder(self.table, commit))
+        location = local_path(data_folder(self.table, commit))
         return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:
@@ -187,18 +163,18 @@ class IcebergTarget:
         table = snapshot.table
         if table is None:
             return False
-        if table.properties.get(COMMIT) != commit and folder_at(_root(table)).content(_mark(table, commit)) is None:
+        if table.properties.get(COMMIT) != commit and folder_at(root_of(table)).content(mark_of(table, commit)) is None:
             return False
         if record is None:
             return True
-        folder = _data_folder(table, commit)
+        folder = data_folder(table, commit)
         return snapshot.paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(
             table
         )
 
     def lost(self, snapshot: IcebergSnapshot, commit: str) -> bool:
         """Return whether it is certain that no row of a commit that was made is in the table any more."""
-        made = [one for one in snapshot.table.snapshots() if _commit_of(one) == commit]
+        made = [one for one in snapshot.table.snapshots() if commit_of(one) == commit]
         if files.was_rolled_back(snapshot.table, made):
             return True
         record = read_record(cast(Target, self), commit)
@@ -208,7 +184,7 @@ class IcebergTarget:
             return not snapshot.paths
 
         def replaced_all(one: Any) -> bool:
-            commit = _commit_of(one)
+            commit = commit_of(one)
             other = None if commit is None else read_record(cast(Target, self), commit)
             return other is not None and other.get("mode") == "overwrite"
 
@@ -216,14 +192,14 @@ class IcebergTarget:
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
         """Return the commits whose records are kept."""
-        root = "" if snapshot.table is None else _root(snapshot.table)
+        root = "" if snapshot.table is None else root_of(snapshot.table)
         return [one for one in stored_commits(root) if self.has(snapshot, one)] if root else []
 
     def live(self, snapshot: IcebergSnapshot, record: Mapping[str, Any]) -> set[str]:
         """Return the parts that the current snapshot still lists."""
         if snapshot.table is None:
             return set()
-        folder = _data_folder(snapshot.table, record["commit"])
+        folder = data_folder(snapshot.table, record["commit"])
         return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in snapshot.paths}
 
     def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
@@ -254,7 +230,7 @@ class IcebergTarget:
         # crash in between it is known twice, in the other order not at all, and its job would add its rows again.
         previous = table.properties.get(COMMIT)
         if previous is not None and previous != change.id:
-            folder_at(_root(table)).write(_mark(table, previous), b"", site="commit.mark")
+            folder_at(root_of(table)).write(mark_of(table, previous), b"", site="commit.mark")
         positions = {f"{POSITION}{name}": str(number) for name, number in change.positions.items()}
         with opened_catalog(self.name) as catalog:
             attempt, transaction = single_attempt(catalog, table)
@@ -272,24 +248,9 @@ class IcebergTarget:
             except Conflict:
                 # Each refused attempt has written manifests that no snapshot lists. After an unclear answer they stay,
                 # because the snapshot may exist.
-                self._discard(attempt)
+                attempt.discard(self.snapshot().table)
                 raise
         return change.record
-
-    def _discard(self, attempt: CommitAttempt) -> None:
-        """Delete the manifests of a refused commit once it is certain that it was not made and cannot be made later."""
-        written, table = attempt.written, self.snapshot().table
-        # While the parent is still current, a copy of the request that a proxy sent twice could yet succeed. Once
-        # another snapshot is on top of the parent, the catalog refuses every copy.
-        if written is None or table is None or table.metadata.current_snapshot_id == written.parent_snapshot_id:
-            return
-        # A refusal may be the answer to the second copy of a request whose first copy succeeded.
-        if table.metadata.snapshot_by_id(written.snapshot_id) is not None:
-            return
-        for manifest in written.manifests(table.io):
-            if manifest.added_snapshot_id == written.snapshot_id:
-                table.io.delete(manifest.manifest_path)
-        table.io.delete(written.manifest_list)
 
 
 def recognizes(output: str, format: str | None) -> bool:
@@ -337,25 +298,9 @@ def _cannot_partition(kind: pa.DataType) -> bool:
     return bool(pa.types.is_nested(kind) or pa.types.is_floating(kind) or pa.types.is_binary(kind))
 
 
-def _root(table: Any) -> str:
-    return local_path(table.location().rstrip("/"))
-
-
-def _mark(table: Any, commit: str) -> str:
-    """Return the name of the object that shows that a commit was made; it differs for another table at the location."""
-    return f"{FOLDER}/{commit}.{table.metadata.table_uuid}.made"
-
-
-def _data_folder(table: Any, commit: str) -> str:
-    """Return the folder of a commit's files, as the metadata names it. It is this table's own, because of field ids."""
-    data = table.properties.get("write.data.path") or f"{table.location().rstrip('/')}/data"
-    name = atomic_io.digest([commit, str(table.metadata.table_uuid)])[:16]
-    return f"{data.rstrip('/')}/torchlake-{name}"
-
-
 def _stage(table: Any, change: Change, update: Any) -> None:
     """Write the manifests of a snapshot with the change."""
-    folder, removed = _data_folder(table, change.id), {*change.removed}
+    folder, removed = data_folder(table, change.id), {*change.removed}
     replaces = change.mode in ("overwrite", "replace-where")
     with update.overwrite() if replaces else update.fast_append() as producer:
         for part in (*change.files, *change.kept):
@@ -363,7 +308,3 @@ def _stage(table: Any, change: Change, update: Any) -> None:
         for file in files.live_files(table) if replaces else ():
             if change.mode == "overwrite" or file.file_path in removed:
                 producer.delete_data_file(file)
-
-
-def _commit_of(snapshot: Any) -> str | None:
-    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(COMMIT)

@@ -43,14 +43,16 @@ async def run_batch(client: Client, bodies: Mapping[int, bytes], known: Begun | 
         if known is not None:  # of an attempt before, which has said why; its rows are asked again
             return {}
         problems = (state.get("errors") or {}).get("data") or [{}]
-        raise UsageError(f"{client.endpoint.url}: batch {name} failed: {client.clean(str(problems[0].get('message')))}")
+        raise UsageError(
+            f"{client.endpoint.url}: batch {name} failed: {client.key.clean(str(problems[0].get('message')))}"
+        )
     answers: dict[int, Answer] = {}
     for file in (state.get("error_file_id"), state.get("output_file_id")):
         if file:
             for line in (await client.fetch(f"files/{file}/content")).splitlines():
                 row, answer = _answer(client, line)
                 if row in bodies:
-                    answers[row] = client.cleaned(answer, answer.request_id or name)
+                    answers[row] = client.key.clean_answer(answer, answer.request_id or name)
     return answers
 
 

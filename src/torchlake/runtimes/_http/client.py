@@ -1,6 +1,6 @@
 """One pool of connections to an endpoint, with retries.
 
-    408, 409, 425, 429, 5xx, broken connections, cut answers   asked again, after a random part of a growing time
+    408, 409, 425, 429, 5xx, broken connections, cut answers   sent again, after a random part of a growing time
     401, 403, a missing model, another host, no certificate    end the job: each row would fail
     other statuses                                             an error row
 
@@ -15,29 +15,25 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import httpx
 
 from torchlake.errors import LimitReached, UsageError
-from torchlake.redaction import REDACTED
 from torchlake.runtimes._http.answers import Answer, message_of, read_answer, refused_row, shown
-from torchlake.runtimes._http.limits import Limits
+from torchlake.runtimes._http.key import EndpointKey
+from torchlake.runtimes._http.limits import Limits, retry_after
 from torchlake.runtimes._http.requests import Endpoint, is_local
 
 RETRIED = {408, 409, 425, 429}
-"Statuses that are asked again, besides those from 500."
+"Statuses after which a request is sent again, besides those from 500."
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 "Before a retry at most: the first one, and any."
 LONGEST_WAIT_S = 3600.0
 "An endpoint that asks to wait longer has reached a limit of its own."
 CONNECT_S = 30.0
-PLACEHOLDERS = {"dummy", "empty", "lm-studio", "no-key", "none", "not-needed", "null", "ollama", "token"}
-"Keys of servers that want none: words that answers may have, as is what is shorter than LEAST_KEY characters."
-LEAST_KEY = 4
 MOST_BYTES = 1 << 26
 "Bytes of a response that are read."
 MOST_REDIRECTS = 3
@@ -68,16 +64,14 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
         self.endpoint, self.limits = endpoint, limits
-        self._key = endpoint.key()
-        known = self._key is None or len(self._key) < LEAST_KEY or self._key.lower() in PLACEHOLDERS
-        self._secret = None if known else self._key
+        self.key = EndpointKey(endpoint.key())
         self._host = urlsplit(endpoint.url).hostname or ""
         for name in ("httpx", "httpcore"):  # they log each request, with its headers
             logging.getLogger(name).setLevel(logging.WARNING)
         self._address = endpoint.address
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "torchlake"}
-        if self._key is not None:
-            self._headers["Authorization"] = f"Bearer {self._key}"
+        if self.key.value is not None:
+            self._headers["Authorization"] = f"Bearer {self.key.value}"
         self._trust = httpx.create_ssl_context()  # once: it takes 20 ms
         self._pools: list[httpx.AsyncClient] = []
         self._open: list[int] = []
@@ -132,16 +126,16 @@ class Client:
             except httpx.TransportError as error:
                 problem, lost = self._broken(error, attempt), not isinstance(error, UNSENT)
             except (Cut, httpx.DecodingError) as error:
-                return Answer(error=f"bad_answer: {self.clean(str(error))}")
+                return Answer(error=f"bad_answer: {self.key.clean(str(error))}")
             else:
                 seconds = time.monotonic() - began
                 answer = self._answer(got)
                 if answer is not None:
                     usage = (answer.prompt_tokens, answer.generated_tokens or 0)
                     self.limits.answered(seconds, expected, None if usage[0] is None else (usage[0], usage[1]))
-                    return self.cleaned(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
+                    return self.key.clean_answer(answer, got.headers.get("x-request-id") or f"{name}-{attempt}")
                 problem = f"http_{got.status}: {message_of(got.content)[1]}"
-                wait = _retry_after(got.headers)
+                wait = retry_after(got.headers)
                 if got.status == 429 or wait:
                     self.limits.refused(seconds, wait)
             if attempt < self.endpoint.max_retries:
@@ -149,7 +143,7 @@ class Client:
                     return None
                 await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
         failed = Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
-        return self.cleaned(failed, f"{name}-{attempt}")
+        return self.key.clean_answer(failed, f"{name}-{attempt}")
 
     async def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """Return the JSON object that the endpoint gives for another path; see `fetch`."""
@@ -193,17 +187,17 @@ class Client:
                 else:
                     problem = str(error) or "timeout"
             else:
-                body = self._cleaned_bytes(got.content)
+                body = self.key.clean_bytes(got.content)
                 if got.status_code == 200:
                     self._answered = True
                     return body
                 if got.status_code in (404, 405) and absent is not None:
                     return absent
-                problem, wait = f"http_{got.status_code}: {message_of(body)[1]}", _retry_after(got.headers)
+                problem, wait = f"http_{got.status_code}: {message_of(body)[1]}", retry_after(got.headers)
                 if got.status_code not in RETRIED and got.status_code < 500:
                     break
             await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
-        raise UsageError(f"{self.endpoint.url}: {method} {path}: {self.clean(problem)}")
+        raise UsageError(f"{self.endpoint.url}: {method} {path}: {self.key.clean(problem)}")
 
     def _answer(self, got: Response) -> Answer | None:
         """Return what a row gets from a response; None if the request is worth another attempt."""
@@ -234,7 +228,7 @@ class Client:
                     await response.aclose()
             headers = {each.lower(): value for each, value in response.headers.items()}
             if response.status_code not in (301, 302, 303, 307, 308):
-                return Response(response.status_code, headers, self._cleaned_bytes(bytes(content)))
+                return Response(response.status_code, headers, self.key.clean_bytes(bytes(content)))
             address = self._redirected(address, response.status_code, headers.get("location", ""))
         raise UsageError(
             f"{self.endpoint.url}: more than {MOST_REDIRECTS} redirects. Give the address of the endpoint."
@@ -253,15 +247,15 @@ class Client:
             )
         if status not in (307, 308):
             raise UsageError(
-                f"{self.endpoint.url}: it redirects to {self.clean(there.path)} with the status {status}, which drops "
-                "the request. Give the address of the endpoint."
+                f"{self.endpoint.url}: it redirects to {self.key.clean(there.path)} with the status {status}, which "
+                "drops the request. Give the address of the endpoint."
             )
         return there.geturl()
 
     def _check_fatal(self, got: Response) -> None:
         """Raise UsageError for a response that each row would get."""
         code, message = message_of(got.content)
-        said = self.clean(f"{got.status}: {message}")
+        said = self.key.clean(f"{got.status}: {message}")
         if got.status in (401, 403):
             key = self.endpoint.key_env
             which = "has no key: name its variable with key_env" if key is None else f"has the key in {key}"
@@ -283,17 +277,17 @@ class Client:
 
     def _check_quota(self, got: Response) -> None:
         """Raise LimitReached if waiting is not worth it."""
-        (code, message), wait = message_of(got.content), _retry_after(got.headers)
+        (code, message), wait = message_of(got.content), retry_after(got.headers)
         if got.status == 402 or code.lower() in QUOTA or wait > LONGEST_WAIT_S:
             after = f", and asks to wait {wait / 3600:.1f} hours" if wait > LONGEST_WAIT_S else ""
             raise LimitReached(
-                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.clean(message)} "
+                f"{self.endpoint.url}: the endpoint's own limit is reached{after}: {self.key.clean(message)} "
                 "Finished rows are kept; run the same command again later."
             )
 
     def _broken(self, error: httpx.TransportError, attempt: int) -> str:
         """Return the problem of a connection. Raises UsageError if it is none of this request."""
-        said = self.clean(str(error) or type(error).__name__)
+        said = self.key.clean(str(error) or type(error).__name__)
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -306,41 +300,3 @@ class Client:
         if unreached and attempt + 1 >= min(UNREACHED, self.endpoint.max_retries + 1):
             raise UsageError(f"{self.endpoint.url}: no connection: {said}. Is this the address, and does it run?")
         return f"connection: {said}"
-
-    def clean(self, text: str) -> str:
-        return text if self._key is None else text.replace(self._key, REDACTED)
-
-    def _cleaned_bytes(self, content: bytes) -> bytes:
-        """Return a body without the key, also as JSON writes it."""
-        if self._secret is not None:
-            quoted = json.dumps(self._secret)[1:-1]
-            for form in {self._secret, quoted, quoted.replace("/", "\\/")}:
-                content = content.replace(form.encode(), REDACTED.encode())
-        return content
-
-    def cleaned(self, answer: Answer, request_id: str) -> Answer:
-        """Return an answer without the key, however it was written, and as valid text, with the id of its request."""
-        answer = replace(answer, request_id=str(request_id)[:200], reasons=tuple(map(self._text, answer.reasons)))
-        found = {name: getattr(answer, name) for name in ("reasoning", "tool_calls", "error", "request_id")}
-        whole: dict[str, Any] = {name: self._text(each) for name, each in found.items() if each is not None}
-        return replace(answer, texts=tuple(map(self._text, answer.texts)), **whole)
-
-    def _text(self, text: str) -> str:
-        text = text if self._secret is None else self.clean(text)
-        return text.encode("utf-8", "replace").decode()
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a response asks to wait; 0 if it does not say it."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        given = headers.get(name, "")
-        try:
-            seconds = float(given) * unit
-        except ValueError:
-            try:
-                seconds = parsedate_to_datetime(given).timestamp() - time.time()
-            except (ValueError, TypeError, OverflowError):
-                continue
-        if 0 < seconds < float("inf"):
-            return seconds
-    return 0.0

@@ -13,9 +13,10 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 MARGIN = 1.01
 "Rates are kept a little below the limit: clocks differ, and requests start late."
@@ -175,3 +176,19 @@ class Limits:
         if self._adaptive and now - seconds >= self._halved:  # it was sent after the last time
             self._halved, self._starting = now, False
             self.most = max(1.0, self.most / 2)
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a response asks to wait; 0 if it does not say it."""
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        given = headers.get(name, "")
+        try:
+            seconds = float(given) * unit
+        except ValueError:
+            try:
+                seconds = parsedate_to_datetime(given).timestamp() - time.time()
+            except (ValueError, TypeError, OverflowError):
+                continue
+        if 0 < seconds < float("inf"):
+            return seconds
+    return 0.0

@@ -12,9 +12,10 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.models import exports, folders
+from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
 from torchlake.processes.hardware import cpu_class, in_words
+from torchlake.runtimes import _exports
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import (
     FAST_DEFAULTS,
@@ -51,7 +52,7 @@ def with_export(settings: ScoringSettings, engine: Engine) -> ScoringSettings:
     module = lacks_export(folder, runtime, settings.spec.task)
     if module is not None:
         _export(settings, engine, module)
-    return replace(settings, export=exports.identity(folder, runtime) if isinstance(runtime, str) else None)
+    return replace(settings, export=_exports.identity(folder, runtime) if isinstance(runtime, str) else None)
 
 
 def has_own_python(runtime: Runtime | None) -> bool:

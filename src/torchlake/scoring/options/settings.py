@@ -15,12 +15,12 @@ from torchlake.errors import UsageError
 from torchlake.models import folders
 from torchlake.models.config import load_config, positions, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, check_settings, generation_options
-from torchlake.models.load import EMBEDS, embeddings, load_spec
+from torchlake.models.load import embeddings
+from torchlake.models.spec import EMBEDS, load_spec
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.options.job import has_own_python
 from torchlake.scoring.rows import Runtime, ScoringSettings, max_prompt_tokens, runtime_name
-from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, requested
-from torchlake.scoring.scorer import device
+from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, device, requested
 from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import PAIR
 from torchlake.tasks._prompts import with_prompts

@@ -35,7 +35,8 @@ from torchlake.jobs.worker.writing import Writing
 from torchlake.outputs.transaction import Transaction
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.rows import ReadyRows, ScoringSettings, within
-from torchlake.scoring.scorer import Scorer, worker_memory
+from torchlake.scoring.runtime_choice import worker_memory
+from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.workers.output import ScoredRows, folded, joined, output_of
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader

@@ -19,8 +19,8 @@ from torchlake.engines import Engine, Resources
 from torchlake.errors import DataError
 from torchlake.models import folders
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings
-from torchlake.scoring.runtime_choice import foreign_python
-from torchlake.scoring.scorer import Scorer, prepare_runtime, worker_memory
+from torchlake.scoring.runtime_choice import foreign_python, worker_memory
+from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.scoring.workers.output import folded, with_errors
 from torchlake.tables.arrays import from_numpy, without_dictionaries
 from torchlake.tables.chunks import evenly_spaced, sample_rows

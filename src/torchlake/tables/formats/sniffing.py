@@ -7,6 +7,7 @@ not UTF-8 may be of many encodings.
 import codecs
 import csv
 import io
+from collections.abc import Sequence
 from itertools import islice
 
 from torchlake.tables.formats.streams import Dialect, open_stream
@@ -27,6 +28,21 @@ def recognized(file: str, given: Dialect) -> dict[str, str]:
         best = max((own, *MARKS), key=lambda mark: _fit(text, mark, given.quote))
         found |= {} if best == own else {"delimiter": best}
     return found
+
+
+def delimiter_hint(names: Sequence[str], wanted: str) -> str:
+    """Return what to do about a CSV file whose header has several names in one, such as id;text;label; else nothing."""
+    header = ",".join(names)
+    found = [
+        mark
+        for mark in MARKS[1:]
+        if mark in header and (len(names) == 1 or wanted in [one.strip('" ') for one in header.split(mark)])
+    ]
+    if not found:
+        return ""
+    shell, yaml = ("delimiter=$'\\t'", "\\t") if found[0] == "\t" else (f"'delimiter={found[0]}'", found[0])
+    in_job = f'data.csv: {{delimiter: "{yaml}"}}'
+    return f" Its fields seem to be separated by {found[0]!r}: give --csv {shell}, in a job {in_job}."
 
 
 def _encoding(head: bytes) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchlake.errors import StorageError
-from torchlake.models import exports
+from torchlake.runtimes import _exports
 
 
 @pytest.fixture
@@ -22,20 +22,20 @@ def model(tmp_path: Path) -> Path:
 
 
 def make(model: Path, content: str = "graph", name: str = "onnx") -> None:
-    with exports.making(model, name, rows=3, versions={"onnx": "1.0"}) as place:
+    with _exports.making(model, name, rows=3, versions={"onnx": "1.0"}) as place:
         (place / "model.onnx").write_text(content)
 
 
 def test_an_export_is_there_when_the_block_is_left(model: Path) -> None:
-    assert exports.current(model, "onnx") is None
-    assert exports.identity(model, "onnx") is None
-    with exports.making(model, "onnx", rows=3, versions={"onnx": "1.0"}) as place:
+    assert _exports.current(model, "onnx") is None
+    assert _exports.identity(model, "onnx") is None
+    with _exports.making(model, "onnx", rows=3, versions={"onnx": "1.0"}) as place:
         (place / "model.onnx").write_text("graph")
-        assert exports.current(model, "onnx") is None
-    export = exports.current(model, "onnx")
+        assert _exports.current(model, "onnx") is None
+    export = _exports.current(model, "onnx")
     assert export == model / "runtimes" / "onnx"
     manifest = json.loads((export / "manifest.json").read_text())
-    assert manifest["format"] == exports.FORMAT
+    assert manifest["format"] == _exports.FORMAT
     assert manifest["runtime"] == "onnx"
     assert manifest["rows"] == 3
     assert manifest["versions"] == {"onnx": "1.0"}
@@ -44,13 +44,13 @@ def test_an_export_is_there_when_the_block_is_left(model: Path) -> None:
 
 
 def test_an_export_of_an_older_format_is_as_good_as_absent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exports, "FORMAT", exports.FORMAT - 1)
+    monkeypatch.setattr(_exports, "FORMAT", _exports.FORMAT - 1)
     make(model)
-    assert exports.current(model, "onnx") is not None
+    assert _exports.current(model, "onnx") is not None
     monkeypatch.undo()
-    assert exports.current(model, "onnx") is None
+    assert _exports.current(model, "onnx") is None
     make(model)
-    assert exports.current(model, "onnx") is not None
+    assert _exports.current(model, "onnx") is not None
 
 
 def test_others_may_read_what_they_may_read_in_the_model(model: Path) -> None:
@@ -60,11 +60,11 @@ def test_others_may_read_what_they_may_read_in_the_model(model: Path) -> None:
 
 def test_its_identity_is_that_of_its_bytes(model: Path) -> None:
     make(model)
-    first = exports.identity(model, "onnx")
+    first = _exports.identity(model, "onnx")
     make(model)
-    assert exports.identity(model, "onnx") == first
+    assert _exports.identity(model, "onnx") == first
     make(model, "another graph")
-    assert exports.identity(model, "onnx") not in (first, None)
+    assert _exports.identity(model, "onnx") not in (first, None)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def test_its_identity_is_that_of_its_bytes(model: Path) -> None:
 def test_what_was_made_of_something_else_or_was_touched_does_not_count(model: Path, file: str, content: str) -> None:
     make(model)
     (model / file).write_text(content)
-    assert exports.current(model, "onnx") is None
+    assert _exports.current(model, "onnx") is None
     make(model)
     if not file.endswith("manifest.json"):
         (model / file).write_text(content)
-    assert (exports.current(model, "onnx") is None) == (file == "runtimes/onnx/model.onnx")
+    assert (_exports.current(model, "onnx") is None) == (file == "runtimes/onnx/model.onnx")
 
 
 def test_a_failure_leaves_the_older_one(model: Path) -> None:
     make(model, "older")
-    with pytest.raises(RuntimeError), exports.making(model, "onnx", rows=0, versions={}) as place:
+    with pytest.raises(RuntimeError), _exports.making(model, "onnx", rows=0, versions={}) as place:
         (place / "model.onnx").write_text("half")
         raise RuntimeError
-    export = exports.current(model, "onnx")
+    export = _exports.current(model, "onnx")
     assert export is not None
     assert (export / "model.onnx").read_text() == "older"
     assert os.listdir(model / "runtimes") == ["onnx"]
@@ -103,29 +103,29 @@ def test_a_newer_one_takes_the_place_of_an_older_one(
     model: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(exports, "exchange", lambda one, other: False)
+        monkeypatch.setattr(_exports, "exchange", lambda one, other: False)
     make(model, "older")
     make(model, "newer")
-    export = exports.current(model, "onnx")
+    export = _exports.current(model, "onnx")
     assert export is not None
     assert (export / "model.onnx").read_text() == "newer"
     assert os.listdir(model / "runtimes") == ["onnx"]
 
 
 def test_of_two_that_make_it_at_once_the_later_one_stays(model: Path) -> None:
-    with exports.making(model, "onnx", rows=0, versions={}) as first:
+    with _exports.making(model, "onnx", rows=0, versions={}) as first:
         (first / "model.onnx").write_text("first")
-        with exports.making(model, "onnx", rows=0, versions={}) as second:
+        with _exports.making(model, "onnx", rows=0, versions={}) as second:
             (second / "model.onnx").write_text("second")
         assert (first / "model.onnx").exists()
-    export = exports.current(model, "onnx")
+    export = _exports.current(model, "onnx")
     assert export is not None
     assert (export / "model.onnx").read_text() == "first"
     assert os.listdir(model / "runtimes") == ["onnx"]
 
 
 def _end_half_way(model: Path) -> None:
-    with exports.making(model, "onnx", rows=0, versions={}) as place:
+    with _exports.making(model, "onnx", rows=0, versions={}) as place:
         (place / "model.onnx").write_text("half")
         os._exit(1)
 
@@ -135,7 +135,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(model: Path) -> None:
     process.start()
     process.join()
     assert len(os.listdir(model / "runtimes")) == 1
-    assert exports.current(model, "onnx") is None
+    assert _exports.current(model, "onnx") is None
     make(model)
     assert os.listdir(model / "runtimes") == ["onnx"]
 
