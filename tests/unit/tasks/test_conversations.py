@@ -150,6 +150,10 @@ def test_conversations_and_texts_packed_whole_do_not_see_each_other(
     runs.succeed(tmp_path / "run", job)
     assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
     job["data"]["pack"] = "stream"
+    if learn == "all":
+        with pytest.raises(UsageError, match="holds conversations, which are packed whole"):
+            tl.train(run=tmp_path / "stream", engine=tiny.Here(), **job)
+        return
     runs.succeed(tmp_path / "stream", job)
     assert abs(first_loss(tmp_path / "stream") - first_loss(tmp_path / "run")) > 1e-4
 
