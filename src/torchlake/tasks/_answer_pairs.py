@@ -58,9 +58,11 @@ def tokenize_pairs(tokenizer: Any, inputs: Inputs, how: RowOptions, length: int)
     rows: list[int] = []
     for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
         try:
-            parts = _parts(
-                None if prompts is None else _read(prompts[row], names), _read(one, names), _read(other, names)
-            )
+            answers = _read(one, names), _read(other, names)
+            if any(map(_is_blank, answers)):
+                found.errors[row] = NULL_INPUT
+                continue
+            parts = _parts(None if prompts is None else _read(prompts[row], names), *answers)
             own = None if tools is None else read_tools(tools[row])
         except (ValueError, RecursionError) as error:
             found.errors[row] = row_error(error)

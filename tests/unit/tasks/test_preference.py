@@ -166,10 +166,13 @@ def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     made = make_examples(TASK, tokenizer, table, {}, spec(), bad_rows="drop")
     assert made.errors == {0: "no_preference", 1: "null_input", 2: "null_input", 3: "null_input"}
     assert made.rows.tolist() == [4]
-    mixed = {"chosen": pa.array(["good"]), "rejected": pa.array([json.dumps(BAD)])}
+    mixed = {"chosen": pa.array(["good", " "]), "rejected": pa.array([json.dumps(BAD)] * 2)}
     assert tokenize_pairs(tokenizer, mixed, RowOptions(), 64).errors == {
-        0: "bad_chat: one answer is a string, the other a conversation"
+        0: "bad_chat: one answer is a string, the other a conversation",
+        1: "null_input",
     }
+    empty = {"chosen": pa.array([MESSAGES + GOOD]), "rejected": pa.array([[]], pa.array([GOOD]).type)}
+    assert tokenize_pairs(tokenizer, empty, RowOptions(), 64).errors == {0: "null_input"}
 
 
 def test_long_pairs_lose_the_start_of_their_prompt(tokenizer: Any) -> None:
