@@ -17,7 +17,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import ConfigError, DataError, FingerprintError, UnsafeError
+from torchlake.errors import ConfigError, DataError, FingerprintError, UnsafeError, UsageError
 from torchlake.models import folders, load
 from torchlake.models.adapters import base as bases
 from torchlake.models.adapters import quantized
@@ -247,8 +247,9 @@ def test_modules_that_cannot_be_trained_whole(
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, model: dict[str, Any], message: str) -> None:
     sections = {"data": {"train": "no.parquet"}, "model": {"base": "none", "task": "text_generation", **model}}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UsageError, match=message):
         tl.train(run=tmp_path / "run", **sections)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
