@@ -25,7 +25,7 @@ from torchlake.config.task_spec import RowOptions, TaskSpec
 from torchlake.data import pairs
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.copies import divide
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.preparation.problem import draft_spec
 from torchlake.tasks import _chunked_loss
@@ -312,6 +312,13 @@ def test_settings_that_contradict_are_refused_first(data: dict[str, Any], train:
         draft_spec(
             load_job(None, data={"train": "t", **data}, model={"base": "m", "task": "text_generation"}, train=train)
         )
+
+
+def test_answers_that_are_not_texts_are_refused() -> None:
+    for kind in (pa.int64(), pa.binary(), pa.dictionary(pa.int32(), pa.float32())):
+        schema = pa.schema({"text": pa.string(), "chosen": pa.string(), "rejected": kind})
+        with pytest.raises(TableError, match="the column 'rejected' holds .*, not strings or conversations"):
+            TASK.find_columns(schema, spec(), None)
 
 
 def test_pairs_of_a_prompt_stay_on_one_side() -> None:
