@@ -109,7 +109,8 @@ def row_options(values: Sequence[Any], job: GenerationOptions) -> tuple[list[Gen
 
 def _replaced(job: GenerationOptions, given: dict[str, Any]) -> GenerationOptions:
     for name, value in given.items():
-        if not isinstance(value, KINDS[name]) or isinstance(value, bool):
+        large = isinstance(value, int) and not -(2**63) <= value < 2**63  # in JSON text
+        if not isinstance(value, KINDS[name]) or isinstance(value, bool) or large:
             raise UsageError(f"{name} is {value!r}")
     if "stop" in given and job.structure is not None:
         raise UsageError(f"stop is not for rows whose answer ends as its {job.structure.kind} says")

@@ -175,15 +175,15 @@ def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, l
     measured = {row: requests[row] for row, count in turns.items() if count > MOST_TURNS and learn == "answers"}
     making.texts(texts)
     making.chats({**requests, **{row: replace(each, want="whole") for row, each in measured.items()}})
-    again = dict[int, Request]()
+    wanted = dict[int, Request]()
     for row in measured.keys() & making.sequences.keys():
         [one] = making.sequences[row]
         if len(one.ids) <= length:
-            again[row] = measured[row]
+            wanted[row] = measured[row]
         elif options.too_long == "cut_end":  # as many messages fill a block
-            again[row] = replace(measured[row], messages=measured[row].messages[:length])
+            wanted[row] = replace(measured[row], messages=measured[row].messages[:length])
         one.request = measured[row]
-    making.chats(again)
+    making.chats(wanted)
     making.fit()
     count = len(inputs["text"])
     return _features([_finished(making, row) for row in range(count)], making.errors)

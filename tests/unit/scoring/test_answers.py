@@ -183,6 +183,8 @@ def test_options_of_rows_may_be_json_text(tiny_gpt2: Path, caplog: pytest.LogCap
         assert reasons[3].startswith("bad_options: it is not JSON: ")
         assert reasons[4].endswith("Did you mean 'max_new_tokens'?")
     assert not caplog.records
+    large = pa.table({"text": TEXTS[:2], "options": [f'{{"max_new_tokens": 1{"0" * 30}}}', None]})
+    assert str(written(tiny_gpt2, large)["error"][0]).startswith("bad_options: max_new_tokens is 10000000")
     choices = pa.table({"text": TEXTS, "options": ["A) red B) blue", '{"color": 1}', "[]", None]})
     assert answers(tiny_gpt2, choices) == answers(tiny_gpt2)
     assert "has no option of a row" in caplog.text
