@@ -4,9 +4,9 @@ The pipeline: lines are tokenized by Ray's workers; a small model of GPT-J's sha
 ZeRO-3 on two ranks (gloo, one thread each), each of which writes its part of a checkpoint after every epoch; the
 checkpoint with the best perplexity on lines held out completes prompts in a batch job. By hand it is what Ray's
 documentation shows (`_ray_by_hand.py`), each line a row, padded to the block as in Ray's example of GPT-J, or to the
-longest row of its batch; torchlake packs lines into blocks. Batches hold as many tokens, and optimizer, rate and
-schedule are the same. All run in turn on one warm Ray, and transformers alone measures the perplexity of other lines
-afterwards.
+longest row of its batch; torchlake packs lines into blocks, and learns every other line as the completion of the one
+before it, too. Batches hold as many tokens, and optimizer, rate and schedule are the same. All run in turn on one warm
+Ray, and transformers alone measures the perplexity of other lines afterwards.
 """
 
 import json
@@ -62,11 +62,14 @@ def gptj(tokens: int, layers: int, width: int) -> Any:
     return GPTJForCausalLM(config)
 
 
-def by_torchlake(setup: Setup) -> Result:
+def by_torchlake(setup: Setup, *, completions: bool = False) -> Result:
+    """`completions`: of two lines the second is learned, as the completion of the first."""
     engine, run = tl.Ray(processes=setup["ranks"]), HOME / "run"
+    names = ("train", "validation")
+    pairs: Any = {**{name: setup[f"{name}_pairs"] for name in names}, "completion": "completion"}
     done = tl.train(
         run=run,
-        data={name: lines_of(setup, name) for name in ("train", "validation")},
+        data=pairs if completions else {name: lines_of(setup, name) for name in names},
         model={"base": setup["model"], "task": "text_generation", "max_length": BLOCK},
         train={
             "strategy": "deepspeed",
@@ -113,6 +116,9 @@ def main() -> None:
     small_model(base, learned, partial(gptj, layers=options.layers, width=options.width))
     (HOME / "train.txt").write_text("\n".join(learned))
     (HOME / "validation.txt").write_text("\n".join(held_out))
+    for name, some in (("train", learned), ("validation", held_out)):
+        pairs = {"text": some[:-1:2], "completion": [f"\n{line}" for line in some[1::2]]}
+        pq.write_table(pa.table(pairs), HOME / f"{name}.parquet")
     # Prompts of one line and of up to eight.
     counts = np.random.default_rng(0).integers(1, 9, options.prompts)
     prompts = ["\n".join(measured[at % len(measured) :][:count]) for at, count in enumerate(counts)]
@@ -123,6 +129,8 @@ def main() -> None:
         "model": str(base),
         "train": str(HOME / "train.txt"),
         "validation": str(HOME / "validation.txt"),
+        "train_pairs": str(HOME / "train.parquet"),
+        "validation_pairs": str(HOME / "validation.parquet"),
         "prompts": str(HOME / "prompts.parquet"),
         "written": str(HOME / "written"),
         "ranks": options.processes,
@@ -148,6 +156,7 @@ def main() -> None:
         "by hand, padded to the block": partial(by_hand, pad_to=BLOCK),
         "by hand, padded to the batch's longest": partial(by_hand, pad_to=None),
         "torchlake": by_torchlake,
+        "torchlake, completions": partial(by_torchlake, completions=True),
     }
     best: dict[str, Result] = {}
     for _ in range(options.rounds):

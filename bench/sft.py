@@ -32,6 +32,8 @@ from _sft_rows import build_model, conversations, preferences
 HOME = SCRATCH / "sft"
 LIMIT_S = 3_000
 LENGTH, RATE = 512, 1e-4
+PARTS = "parts.json"
+"What calls for parts of the measurements have measured, so that the whole need not run at once."
 Result = dict[str, Any]
 
 
@@ -142,18 +144,31 @@ def render(kind: str, setup: dict[str, Any]) -> Result:
     return {"cpu_s": seconds - start, "rows": len(column), "tokens": tokens, "start_cpu_s": start}
 
 
-def rows_of(what: str, contenders: list[tuple[str, Any, str, dict[str, Any]]], rounds: int) -> list[Result]:
-    """Return a row for each contender, the least CPU time of its rounds; ratios of what it learns a second to those of
-    the first."""
-    best: dict[str, Result] = {}
-    for _ in range(rounds):
+Contender = tuple[str, Any, str, dict[str, Any]]
+"Name, the function that measures it, and its two arguments."
+Measured = dict[str, dict[str, Result]]
+"What was measured, by kind and contender: the round with the least CPU time, and the number of rounds."
+
+
+def measure(what: str, contenders: list[Contender], options: Any, known: Measured) -> None:
+    """Measure the contenders of a kind in turn; rounds of earlier calls count as well."""
+    best = known.setdefault(what, {})
+    for _ in range(options.rounds):
         for name, work, kind, setup in contenders:
+            if options.contenders and name not in options.contenders:
+                continue
             result = (
                 peer(kind, setup) if work is peer else alone(work, kind, setup, out=HOME / "out.json", limit_s=LIMIT_S)
             )
             print(f"  {what}, {name}: {result}", file=sys.stderr, flush=True)
-            if name not in best or result.get("cpu_s", 1e9) < best[name].get("cpu_s", 1e9):
-                best[name] = result
+            before = best.get(name, {})
+            faster = result.get("cpu_s", 1e9) <= before.get("cpu_s", 1e9)
+            best[name] = {**(result if faster else before), "rounds": before.get("rounds", 0) + ("cpu_s" in result)}
+            (HOME / PARTS).write_text(json.dumps(known))
+
+
+def rows_of(what: str, best: dict[str, Result]) -> list[Result]:
+    """Return a row for each contender; ratios of what it learns a second to those of the first."""
     rows, base = [], 0.0
     for name, result in best.items():
         row: Result = {"name": f"{what}: {name}"}
@@ -161,13 +176,14 @@ def rows_of(what: str, contenders: list[tuple[str, Any, str, dict[str, Any]]], r
             row["per_cpu_second"] = result.get("learned", result.get("rows", 0)) / result["cpu_s"]
             base = base or row["per_cpu_second"]
             row["ratio"] = row["per_cpu_second"] / base
-            row |= {key: result.get(key) for key in ("steps", "loss", "peak_memory_mib", "start_cpu_s")}
+            shown = ("rounds", "steps", "loss", "peak_memory_mib", "start_cpu_s")
+            row |= {key: result[key] for key in shown if key in result}
         rows.append({**row, **({"reason": result["reason"]} if "reason" in result else {})})
     return rows
 
 
-def answers(shape: Shape, model: str, rounds: int) -> list[Result]:
-    """The contenders that learn a shape's conversations: tokens learned per CPU second."""
+def answers(shape: Shape, model: str) -> list[Contender]:
+    """Return the contenders that learn a shape's conversations: tokens learned per CPU second."""
     from transformers import AutoTokenizer
 
     table, chats = HOME / f"{shape.name}.parquet", conversations(shape.rows)
@@ -177,58 +193,60 @@ def answers(shape: Shape, model: str, rounds: int) -> list[Result]:
     blocks = max(1, round(tokens / LENGTH * shape.batch / shape.rows))
     setup = {"model": model, "table": str(table), "length": LENGTH, "rate": RATE}
     packed = {**setup, "batch": blocks}
-    contenders = [
+    return [
         ("TRL, unpacked", peer, "sft", {**setup, "batch": shape.batch}),
         ("TRL, packing=True", peer, "packed", packed),
         ("torchlake", learn, "sft", packed),
     ]
-    return rows_of(f"{shape.name}, answers", contenders, rounds)
 
 
-def pairs(shape: Shape, model: str, rounds: int) -> list[Result]:
-    """The contenders that learn a shape's pairs by DPO: pairs per CPU second."""
+def pairs(shape: Shape, model: str) -> list[Contender]:
+    """Return the contenders that learn a shape's pairs by DPO: pairs per CPU second."""
     table = HOME / f"{shape.name}-pairs.parquet"
     pq.write_table(pa.Table.from_pylist(preferences(shape.pairs)), table)
     setup = {"model": model, "table": str(table), "length": LENGTH, "rate": RATE, "batch": shape.pairs_batch}
-    contenders = [
+    return [
         ("TRL", peer, "dpo", {**setup, "precompute": False}),
         ("TRL, reference computed before", peer, "dpo", {**setup, "precompute": True}),
         ("torchlake", learn, "dpo", setup),
     ]
-    return rows_of(f"{shape.name}, DPO pairs", contenders, rounds)
 
 
 def main() -> None:
-    options_parser = parser(__doc__, rounds=2, conversations=2000)
+    options_parser = parser(__doc__, rounds=2, conversations=1000)
     options_parser.add_argument("--only", nargs="*", default=[], help="of answers, pairs, rendering (default: all)")
     options_parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    options_parser.add_argument("--contenders", nargs="*", default=[], help="their names in the table (default: all)")
     options = options_parser.parse_args()
     os.environ.update(ONE_THREAD)
     HOME.mkdir(parents=True, exist_ok=True)
-    # A part of the measurements joins those of earlier calls, so that the whole need not run at once.
-    parts = HOME / "parts.json"
-    part = bool(options.only) or len(options.shapes) < len(SHAPES)
-    rows: dict[str, list[Result]] = json.loads(parts.read_text()) if part and parts.exists() else {}
+    part = bool(options.only or options.contenders) or len(options.shapes) < len(SHAPES)
+    known: Measured = json.loads((HOME / PARTS).read_text()) if part and (HOME / PARTS).exists() else {}
     for shape in SHAPES:
         model = HOME / shape.name
         if not (model / "tokenizer.json").exists():
             build_model(model, shape.name)
-        for what, measure in (("answers", answers), ("pairs", pairs)):
-            if shape.name in options.shapes and (not options.only or what in options.only):
-                rows[f"{shape.name} {what}"] = measure(shape, str(model), options.rounds)
+        for name, what, make in (("answers", "answers", answers), ("pairs", "DPO pairs", pairs)):
+            if shape.name in options.shapes and (not options.only or name in options.only):
+                measure(f"{shape.name}, {what}", make(shape, str(model)), options, known)
     if not options.only or "rendering" in options.only:
         table = HOME / "rendering.parquet"
         pq.write_table(pa.Table.from_pylist(conversations(options.conversations)), table)
         setup = {"model": str(HOME / "two-layers"), "table": str(table)}
-        contenders = [("datasets.map", peer, "render", setup), ("torchlake", render, "render", setup)]
-        rows["rendering"] = rows_of("conversations rendered", contenders, options.rounds)
-    parts.write_text(json.dumps(rows))
+        contenders: list[Contender] = [("datasets.map", peer, "render", setup), ("torchlake", render, "render", setup)]
+        measure("conversations rendered", contenders, options, known)
     note = (
         f"conversations and pairs of mixed length, at most {LENGTH} tokens; fp32, AdamW, one thread; tokens learned, "
-        f"pairs or conversations per CPU second, best of {options.rounds}; ratios to the first row of each kind"
+        "pairs or conversations per CPU second, best of the rounds; ratios to the first row of each kind"
     )
-    whole = len(rows) == 2 * len(SHAPES) + 1
-    finish("sft", [row for kind in sorted(rows) for row in rows[kind]], as_json=options.json, note=note, keep=whole)
+    whole = len(known) == 2 * len(SHAPES) + 1
+    finish(
+        "sft",
+        [row for kind in sorted(known) for row in rows_of(kind, known[kind])],
+        as_json=options.json,
+        note=note,
+        keep=whole,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -207,12 +207,13 @@ def size_and_sha256(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
-    """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; return it."""
+def write_manifest(folder: Path, *, site: str, without: Sequence[str] = (), **fields: Any) -> dict[str, Any]:
+    """Record the size and sha256 of every file under `folder`, except those named in `without`, in its `manifest.json`,
+    written last; return it."""
     files = {
         path.relative_to(folder).as_posix(): size_and_sha256(path)
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST and not path.name.endswith(".tmp")
+        if path.is_file() and path.name not in (MANIFEST, *without) and not path.name.endswith(".tmp")
     }
     manifest = {**fields, "files": files}
     write_json(folder / MANIFEST, manifest, site=site)

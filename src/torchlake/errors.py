@@ -5,7 +5,7 @@
     │   ├── PortTaken               2  another server listens on the port
     │   └── TaskError              64  the code of a task breaks the protocol of tasks
     ├── DataError                  65  a table, job file, model folder or checkpoint cannot be used as it is
-    │   ├── ConfigError            65  the job file (or a --set) is wrong
+    │   ├── ConfigError            65  the job file (or a --set) is wrong; it is a UsageError, too
     │   ├── TableError             65  a table cannot be read
     │   │   └── Unavailable        65  a file cannot be fetched: no permission, no connection, removed
     │   └── FingerprintError       65  the output or run folder belongs to another job
@@ -78,7 +78,7 @@ class DataError(TorchlakeError):
     exit_code = 65
 
 
-class ConfigError(DataError):
+class ConfigError(DataError, UsageError):
     """A job file or an override is wrong; the message names file, line and nearest key."""
 
 

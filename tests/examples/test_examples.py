@@ -131,7 +131,8 @@ def test_a_language_model_learns_under_zero_3_and_completes_prompts(
     chats = [[{"role": "user", "content": "say"}, {"role": "assistant", "content": text}] for text in texts]
     table = {"text": texts, "prompt": texts, "completion": [f" {text}" for text in texts], "messages": chats}
     pq.write_table(pa.table({column: table[column] for column in columns.split()}), tmp_path / "lines.parquet")
-    words = ["--prompts", "a good", "the bad film", "--epochs", "3", "--block", "32", "--batch-size", "8"]
+    words = ["--prompts", "a good", "the bad film", "--epochs", "3", "--batch-size", "8"]
+    words += ["--block", "64" if name == "messages" else "32"]  # a conversation and its question fit
     words += ["--text", name, *(["--completion", *completion] if completion else [])]
     for _ in range(2):  # the second time there is nothing left to train
         run_example("ray_generation", monkeypatch, model, tmp_path / "lines.parquet", tmp_path / "out", *words)

@@ -252,7 +252,15 @@ def file_hash(path: Path) -> str:
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
-    return atomic_io.digest({name: file_hash(folder / name) for name in names})
+    return atomic_io.digest({name: _content_hash(folder / name) for name in names})
+
+
+def _content_hash(path: Path) -> str:
+    """Return the hash of a file; of the record of an adapter's base without its place, because the base may move."""
+    values = atomic_io.read_json(path) if path.name == BASE_RECORD else None
+    if not isinstance(values, dict):
+        return file_hash(path)
+    return atomic_io.digest({key: value for key, value in values.items() if key not in ("name", "revision")})
 
 
 @lru_cache(maxsize=256)

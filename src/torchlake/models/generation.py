@@ -9,7 +9,6 @@ is cut where generation stopped.
 """
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -24,7 +23,7 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models.config import decoder_start, in_words, load_config
 from torchlake.models.structured.structure import STRUCTURE_OPTIONS, Structure, read_structure
 from torchlake.models.structured.tokens import check_structure
-from torchlake.models.tokenizer import load_tokenizer
+from torchlake.models.tokenizer import language_token, load_tokenizer
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 "What chat templates have around reasoning."
-LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
-"The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,17 +255,6 @@ def check_settings(folder: Path, options: GenerationOptions) -> None:
     left = sorted(key for key, value in values if key in known_keys.SAMPLING and value not in (None, False, 0, 1))
     if left:
         log.info("%s: %s: not used; the options of the job replace these", file, ", ".join(left))
-
-
-def language_token(folder: Path, language: str) -> int:
-    """Return the token of a language that a translator writes. Raises UsageError with the known languages."""
-    tokenizer = load_tokenizer(folder)
-    tokens = ((LANGUAGE.fullmatch(token), number) for token, number in tokenizer.get_vocab().items())
-    names = {found[1] or found[2]: int(number) for found, number in tokens if found is not None}
-    if language.strip("_") not in names:
-        known = f"It knows {', '.join(sorted(names))}." if names else "Its tokenizer has no tokens of languages."
-        raise UsageError(f"language={language!r}: {folder} does not translate into it. {known}")
-    return names[language.strip("_")]
 
 
 def decoded(tokenizer: Any, tokens: "np.ndarray | Sequence[int]", *, marked: bool = False, exact: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
-from torchlake.errors import DataError
+from torchlake.errors import DataError, UsageError
 from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
@@ -34,6 +34,8 @@ INNER_END = -2
 "Hides an end token within a row from a head; no tokenizer writes this id."
 RESERVED = re.compile(r"\W*((right_|finetune_right_)?pad|reserved|unused)", re.IGNORECASE)
 "Names of special tokens that rows do not have."
+LANGUAGE = re.compile(r"__([a-z]{2,3})__|([a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3})")
+"The tokens of languages: __de__ of M2M100, de_DE of mBART, deu_Latn of NLLB."
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
@@ -64,6 +66,17 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
     loaded: PreTrainedTokenizerFast = tokenizer
     return loaded
+
+
+def language_token(folder: Path, language: str) -> int:
+    """Return the token of a language that a translator writes. Raises UsageError with the known languages."""
+    tokenizer = load_tokenizer(folder)
+    tokens = ((LANGUAGE.fullmatch(token), number) for token, number in tokenizer.get_vocab().items())
+    names = {found[1] or found[2]: int(number) for found, number in tokens if found is not None}
+    if language.strip("_") not in names:
+        known = f"It knows {', '.join(sorted(names))}." if names else "Its tokenizer has no tokens of languages."
+        raise UsageError(f"language={language!r}: {folder} does not translate into it. {known}")
+    return names[language.strip("_")]
 
 
 def load_pair_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":

@@ -16,6 +16,7 @@ from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
 from torchlake.models.config import NO_TOKEN, OWN_MODEL_TYPE
+from torchlake.models.folders import BASE_RECORD
 from torchlake.outputs.staging.folders import exchange
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         for path in written:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        atomic_io.write_manifest(temporary, site=f"{site}.manifest", **manifest)
+        # The base's place may be edited; its hash decides.
+        atomic_io.write_manifest(temporary, site=f"{site}.manifest", without=(BASE_RECORD,), **manifest)
         _put_in_place(temporary, folder, site)
     except OSError as error:
         raise atomic_io.storage_error(error, folder) from error

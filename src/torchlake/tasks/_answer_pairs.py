@@ -23,9 +23,10 @@ from torchlake.tasks._chat import (
     with_system,
 )
 from torchlake.tasks._completions import all_completion_ids
+from torchlake.tasks._cuts import largest
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
-from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG, largest
+from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG
 
 NO_PREFERENCE = "no_preference"
 Text = str | list[dict[str, Any]]
@@ -58,9 +59,11 @@ def tokenize_pairs(tokenizer: Any, inputs: Inputs, how: RowOptions, length: int)
     rows: list[int] = []
     for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
         try:
-            parts = _parts(
-                None if prompts is None else _read(prompts[row], names), _read(one, names), _read(other, names)
-            )
+            answers = _read(one, names), _read(other, names)
+            if any(map(_is_blank, answers)):
+                found.errors[row] = NULL_INPUT
+                continue
+            parts = _parts(None if prompts is None else _read(prompts[row], names), *answers)
             own = None if tools is None else read_tools(tools[row])
         except (ValueError, RecursionError) as error:
             found.errors[row] = row_error(error)

@@ -92,7 +92,7 @@ def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]
     become `role` and `content`. Raises ValueError for what is not a conversation of texts.
     """
     written = isinstance(value, str)
-    messages = json.loads(value) if written else value
+    messages = _from_json(value, "it is") if written else value
     if isinstance(messages, dict) and all(isinstance(each, list) for each in messages.values()):
         messages = [dict(zip(messages, each, strict=True)) for each in zip(*messages.values(), strict=True)]
     if not isinstance(messages, list) or not messages:
@@ -105,15 +105,22 @@ def read_messages(value: Any, names: Names | None = None) -> list[dict[str, Any]
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools of a row, a list of JSON schemas or its JSON text; None for null, blank or an empty list."""
-    tools = json.loads(value) if isinstance(value, str) and value.strip() else without_fillers(value)
+    written = "its tools are"
+    tools = _from_json(value, written) if isinstance(value, str) and value.strip() else without_fillers(value)
     if not tools or isinstance(tools, str):
         return None
-    tools = (
-        [json.loads(each) if isinstance(each, str) else each for each in tools] if isinstance(tools, list) else tools
-    )
+    if isinstance(tools, list):
+        tools = [_from_json(each, written) if isinstance(each, str) else each for each in tools]
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise ValueError("its tools are not a list of JSON schemas")
     return tools
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} not JSON: {error}") from None
 
 
 def without_fillers(value: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Options of single rows: a struct column whose fields take the place of the job's; null: the job's.
+"""Options of single rows: a column of structs or JSON text whose fields take the place of the job's; null: the job's.
 
     {max_new_tokens: 20, temperature: 0.7, seed: 3, stop: ["."]}
 
-Fields with other names are refused before any work. A row with a bad value is an error row, `bad_options: ...`. With
-several answers each, and with seeds by key, every answer of a row has its own seed.
+Fields of structs with other names are refused before any work. A row with a bad value is an error row, `bad_options:
+...`. With several answers each, and with seeds by key, every answer of a row has its own seed.
 """
 
 import hashlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -17,6 +19,7 @@ import pyarrow as pa
 
 from torchlake.errors import UsageError
 from torchlake.models.generation import GenerationOptions, check_values
+from torchlake.tables.arrays import is_text
 
 log = logging.getLogger(__name__)
 
@@ -30,34 +33,75 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def find_options(schema: pa.Schema, named: str | None) -> str | None:
-    """Return the column of options: the one that is named, or a struct that has this name. Raises UsageError."""
+def find_options(schema: pa.Schema, named: str | None, first: Callable[[str], pa.Table] | None = None) -> str | None:
+    """Return the column of options: the one that is named, or a struct or JSON text that has this name.
+
+    `first` returns the first rows of a column; None: they are not looked at. Raises UsageError.
+    """
     column = named or OPTIONS
-    if column not in schema.names or not pa.types.is_struct(kind := schema.field(column).type):
+    kind = schema.field(column).type if column in schema.names else pa.null()
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    text = is_text(kind)
+    if not (text or pa.types.is_struct(kind)):
         if named is not None:
-            held = f"holds {schema.field(column).type}" if column in schema.names else "is not in the table"
-            raise UsageError(f"options: the column {column!r} {held}; it is a struct of {', '.join(KINDS)}.")
+            held = f"holds {kind}" if column in schema.names else "is not in the table"
+            raise UsageError(
+                f"options: the column {column!r} {held}; it is a struct of {', '.join(KINDS)}, or JSON text of one."
+            )
         return None
-    if named is None and not any(get_close_matches(one.name, KINDS, n=1) for one in kind):
-        log.warning("options: the column %r has no option of a row, and is not read as such", column)
+    if text:
+        names = [] if named is not None or first is None else _names_in(first(column)[column].to_pylist())
+    else:
+        names = [one.name for one in kind]
+    if named is None and not any(get_close_matches(name, KINDS, n=1) for name in names):
+        also = "; --inputs options=options reads its text as JSON" if text else ""
+        log.warning("options: the column %r has no option of a row, and is not read as such%s", column, also)
         return None
-    unknown = next((one.name for one in kind if one.name not in KINDS), None)
-    if unknown is not None:
-        close = get_close_matches(unknown, KINDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"options: {column!r} has the field {unknown!r}; a row's are {', '.join(KINDS)}.{hint}")
+    if not text and (unknown := _unknown(names)):
+        raise UsageError(f"options: {column!r} has the field {unknown}")
     return column
+
+
+def _names_in(values: Iterable[Any]) -> list[str]:
+    """Return the fields of texts that are JSON objects."""
+    found = list[str]()
+    for value in values:
+        with suppress(UsageError):
+            found += _fields(value)
+    return found
+
+
+def _unknown(names: Iterable[str]) -> str:
+    """Return the first name that is not an option of a row, with the options; "" if there is none."""
+    unknown = next((name for name in names if name not in KINDS), None)
+    if unknown is None:
+        return ""
+    close = get_close_matches(unknown, KINDS, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{unknown!r}; a row's are {', '.join(KINDS)}.{hint}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the options that a row has, from a struct or JSON text. Raises UsageError for other text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"it is not JSON: {error}") from None
+        if not isinstance(value, dict | None):
+            raise UsageError(f"it is not a JSON object of {', '.join(KINDS)}")
+    return {name: one for name, one in (value or {}).items() if one is not None}
 
 
 def row_options(values: Sequence[Any], job: GenerationOptions) -> tuple[list[GenerationOptions], dict[int, str]]:
     """Return the options of each row, and {row: reason} for rows with bad ones."""
     made, errors = [job] * len(values), dict[int, str]()
     for row, value in enumerate(values):
-        given = {name: one for name, one in (value or {}).items() if one is not None}
-        if not given:
-            continue
         try:
-            made[row] = _replaced(job, given)
+            given = _fields(value)
+            if unknown := _unknown(given):
+                raise UsageError(f"it has the field {unknown}")
+            made[row] = _replaced(job, given) if given else job
         except UsageError as error:
             errors[row] = f"bad_options: {error}"
     return made, errors
@@ -65,7 +109,8 @@ def row_options(values: Sequence[Any], job: GenerationOptions) -> tuple[list[Gen
 
 def _replaced(job: GenerationOptions, given: dict[str, Any]) -> GenerationOptions:
     for name, value in given.items():
-        if not isinstance(value, KINDS[name]) or isinstance(value, bool):
+        large = isinstance(value, int) and not -(2**63) <= value < 2**63  # in JSON text
+        if not isinstance(value, KINDS[name]) or isinstance(value, bool) or large:
             raise UsageError(f"{name} is {value!r}")
     if "stop" in given and job.structure is not None:
         raise UsageError(f"stop is not for rows whose answer ends as its {job.structure.kind} says")

@@ -8,7 +8,7 @@ that the assistant has not written, with its system text kept, and rendered agai
 many messages are kept as fit. A row without a learned token is an error row.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +29,10 @@ from torchlake.tasks._chat import (
     read_messages,
     read_tools,
     row_error,
-    system_of,
     with_system,
 )
 from torchlake.tasks._completions import ended, joined, request_of
+from torchlake.tasks._cuts import beginning_at, largest, places_of
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._rendering import Request, render
 
@@ -42,8 +42,6 @@ TYPES = {SEQUENCES: pa.list_(pa.int32()), LEARNED: pa.int32(), MERGED: pa.int32(
 NO_ANSWER, TOO_LONG = "no_answer_left", "too_long"
 MOST_TURNS = 64
 "A conversation with more answers is measured before they are found, which takes two renderings for each."
-FOLLOWING = ("assistant", "tool", "function")
-"Roles that answer a message before them."
 
 
 @dataclass(kw_only=True)
@@ -154,12 +152,12 @@ class _Making:
         return np.append(ids, np.int32(end if not len(ids) or ids[-1] >= 0 else ~end))
 
     def _cut_before(self, long: Mapping[int, Request], role: str | None) -> dict[int, Request]:
-        """Return for each conversation its longest end that fits and begins at one of its `_places`, if there is
+        """Return for each conversation its longest end that fits and begins at one of its `places_of`, if there is
         one."""
-        places = {at: _places(each, role) for at, each in long.items()}
+        places = {at: places_of(each, role) for at, each in long.items()}
 
         def cut(at: int, count: int, want: Any) -> Request:
-            return _from(long[at], places[at][-count], want)
+            return beginning_at(long[at], places[at][-count], want)
 
         def fitting(tried: Mapping[int, int]) -> set[int]:
             made = self._rendered({at: cut(at, count, "whole") for at, count in tried.items()})
@@ -167,46 +165,6 @@ class _Making:
 
         counts = largest({at: len(each) for at, each in places.items()}, fitting)
         return {at: cut(at, count, long[at].want) for at, count in counts.items() if count}
-
-
-def largest(counts: Mapping[int, int], fitting: Callable[[Mapping[int, int]], Container[int]]) -> dict[int, int]:
-    """Return for each key the largest number up to its count that fits, 0 if 1 does not.
-
-    `fitting` tries a number for each of several keys at once. They double until one does not fit, then the interval is
-    halved.
-    """
-    good, bad = dict.fromkeys(counts, 0), {key: count + 1 for key, count in counts.items()}
-    tried = {key: 1 for key, count in counts.items() if count}
-    while tried:
-        fits = fitting(tried)
-        for key, number in tried.items():
-            (good if key in fits else bad)[key] = number
-        middle = {
-            key: min(2 * good[key], counts[key]) if bad[key] > counts[key] else (good[key] + bad[key]) // 2
-            for key in tried
-        }
-        tried = {key: number for key, number in middle.items() if good[key] < number < bad[key]}
-    return good
-
-
-def _places(request: Request, role: str | None) -> list[int]:
-    """Return the messages with which a conversation may begin, after the first: those of a role, or of any that does
-    not answer."""
-    messages = request.messages
-    answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and at >= request.first]
-    last = len(messages) if request.want == "whole" or not answers else answers[-1]
-    return [
-        at
-        for at in range(len(system_of(messages)) + 1, min(last, request.first or last))
-        if (messages[at]["role"] == role if role else messages[at]["role"] not in FOLLOWING)
-    ]
-
-
-def _from(request: Request, begin: int, want: Any) -> Request:
-    """Return a conversation that begins with message `begin`, after its system text."""
-    head = system_of(request.messages)
-    first = max(0, request.first - begin + len(head)) if request.first else 0
-    return replace(request, messages=[*head, *request.messages[begin:]], first=first, want=want)
 
 
 def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, length: int, learn: str) -> Features:
@@ -217,15 +175,15 @@ def whole_rows(tokenizer: Any, inputs: Mapping[str, Any], options: RowOptions, l
     measured = {row: requests[row] for row, count in turns.items() if count > MOST_TURNS and learn == "answers"}
     making.texts(texts)
     making.chats({**requests, **{row: replace(each, want="whole") for row, each in measured.items()}})
-    again = dict[int, Request]()
+    wanted = dict[int, Request]()
     for row in measured.keys() & making.sequences.keys():
         [one] = making.sequences[row]
         if len(one.ids) <= length:
-            again[row] = measured[row]
+            wanted[row] = measured[row]
         elif options.too_long == "cut_end":  # as many messages fill a block
-            again[row] = replace(measured[row], messages=measured[row].messages[:length])
+            wanted[row] = replace(measured[row], messages=measured[row].messages[:length])
         one.request = measured[row]
-    making.chats(again)
+    making.chats(wanted)
     making.fit()
     count = len(inputs["text"])
     return _features([_finished(making, row) for row in range(count)], making.errors)

@@ -31,7 +31,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.data.pairs import SUMS
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.tables.arrays import is_text
@@ -66,14 +66,18 @@ class Preference(TextGeneration):
     def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
         """Return the task with the table's column of tools, if it has one.
 
-        Raises UsageError for settings of conversations if the first rows have none.
+        Raises TableError for columns of other types, UsageError for settings of conversations if the first rows have
+        none.
         """
         setting = "data.system" if spec.rows.system else "data.messages" if spec.rows.messages else None
-        if setting is not None and first is not None:
-            columns = [name for name in spec.input_columns if name in schema.names and name != "tools"]
-            if not any(_holds_chats(first(name)[name], spec) for name in columns):
-                listed = ", ".join(columns)
-                raise UsageError(f"{setting}: {listed} hold text, not conversations. Remove the setting.")
+        columns = [name for name in spec.input_columns if name in schema.names and name != "tools"]
+        for name in columns:
+            kind = schema.field(name).type
+            held = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if not (is_text(held) or pa.types.is_nested(held) or pa.types.is_null(held)):
+                raise TableError(f"the column {name!r} holds {held}, not strings or conversations; name another.")
+        if setting and first and not any(_holds_chats(first(name)[name], spec) for name in columns):
+            raise UsageError(f"{setting}: {', '.join(columns)} hold text, not conversations. Remove the setting.")
         return spec if "tools" not in schema.names else replace(spec, inputs={"tools": "tools", **spec.inputs})
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:

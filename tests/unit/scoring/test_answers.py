@@ -170,6 +170,28 @@ def test_rows_have_options_of_their_own(tiny_gpt2: Path) -> None:
     assert answers(tiny_gpt2, cut, inputs={"options": "how"}) == [answers(tiny_gpt2)[0][:3]]
 
 
+def test_options_of_rows_may_be_json_text(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = ['{"max_new_tokens": 2, "seed": null}', " ", "[1]", '{"max_new_tokens"', '{"max_tokens": 3}', "null"]
+    texts = [*TEXTS, *TEXTS[:2]]
+    plain = answers(tiny_gpt2, pa.table({"text": texts}))
+    for kind in (pa.array(given), pa.array(given, pa.large_string()), pa.array(given).dictionary_encode()):
+        found = written(tiny_gpt2, pa.table({"text": texts, "options": kind}))
+        assert found["generated_tokens"].to_pylist()[0] == 2
+        assert [found["generated_text"][row].as_py() for row in (1, 5)] == [plain[row] for row in (1, 5)]
+        reasons = found["error"].to_pylist()
+        assert reasons[2] == "bad_options: it is not a JSON object of max_new_tokens, temperature, seed, stop"
+        assert reasons[3].startswith("bad_options: it is not JSON: ")
+        assert reasons[4].endswith("Did you mean 'max_new_tokens'?")
+    assert not caplog.records
+    large = pa.table({"text": TEXTS[:2], "options": [f'{{"max_new_tokens": 1{"0" * 30}}}', None]})
+    assert str(written(tiny_gpt2, large)["error"][0]).startswith("bad_options: max_new_tokens is 10000000")
+    choices = pa.table({"text": TEXTS, "options": ["A) red B) blue", '{"color": 1}', "[]", None]})
+    assert answers(tiny_gpt2, choices) == answers(tiny_gpt2)
+    assert "has no option of a row" in caplog.text
+    found = written(tiny_gpt2, choices, inputs={"options": "options"})
+    assert [reason is None for reason in found["error"].to_pylist()] == [False, False, False, True]
+
+
 def test_options_that_the_runtime_does_not_compute_are_errors_of_their_rows(tiny_gpt2: Path) -> None:
     given = pa.array([{"temperature": 0.7, "seed": 1}, {"temperature": 0.0, "seed": None}, None, None])
     options = {"keep": (), "key": None, "text": "text", "inputs": {"options": "options"}}

@@ -156,10 +156,12 @@ def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_pat
         found = ask(rows(2), endpoint, tmp_path / "vectors", task="feature_extraction", model_name="embedder")
         assert found[0]["embedding"] == [len("row 0 of it"), 1.0, -0.5]
         own = [{"max_new_tokens": 3, "stop": ["x"]}, None, {"max_new_tokens": -1, "stop": None}]
-        del endpoint.requests[:]
-        found = ask(rows(text=["a", "b", "c"], options=own), endpoint, tmp_path / "own", max_new_tokens=7)
-        assert [one.body["max_tokens"] for one in sorted(endpoint.requests, key=lambda one: one.text)] == [3, 7]
-        assert found[2]["error"].startswith("bad_options: max_new_tokens")
+        for form in (own, [json.dumps(one) for one in own]):
+            del endpoint.requests[:]
+            table = rows(text=["a", "b", "c"], options=form)
+            found = ask(table, endpoint, tmp_path / type(form[0]).__name__, max_new_tokens=7)
+            assert [one.body["max_tokens"] for one in sorted(endpoint.requests, key=lambda one: one.text)] == [3, 7]
+            assert found[2]["error"].startswith("bad_options: max_new_tokens")
         endpoint.faults = {"row 1 ": "length"}
         form = {"response_format": json_format({"type": "object", "properties": {}}, ())}
         found = ask(rows(2), endpoint, tmp_path / "form", request_options=form)

@@ -183,6 +183,13 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_conversations_are_errors_of_their_rows() -> None:
     made = rows_of(tokenizer("gemma", marked=False), *(chat for chat, _ in BAD), conversation("a", "b"))
     assert made.errors == {row: reason for row, (_, reason) in enumerate(BAD)}
+    chats = {"text": pa.array(["good ?", *[json.dumps(conversation("a", "b"))] * 2])}
+    chats["tools"] = pa.array([None, "f(x)", json.dumps(["f(x)"])])
+    found = whole_rows(tokenizer("chatml", marked=False), chats, RowOptions(chat=True), 64, "answers").errors
+    assert [each.partition(": Expecting")[0] for each in found.values()] == [
+        "bad_chat: it is not JSON",
+        *["bad_chat: its tools are not JSON"] * 2,
+    ]
     needs = tokenizer("chatml", marked=False)
     needs.chat_template = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + needs.chat_template
     assert rows_of(needs, conversation("a", "b")).errors == {0: "bad_chat: no tools"}

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +23,7 @@ from torchlake import failpoints, plugins
 from torchlake.config.job import load_job
 from torchlake.errors import ConfigError, DataError, TorchlakeError, UsageError
 from torchlake.models.spec import load_spec
-from torchlake.preparation.conversations import with_table
+from torchlake.preparation.conversations import packed_facts, packed_lines, with_table
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.tables.record import read_commit
@@ -150,6 +151,10 @@ def test_conversations_and_texts_packed_whole_do_not_see_each_other(
     runs.succeed(tmp_path / "run", job)
     assert first_loss(tmp_path / "run") == pytest.approx(loss_alone(tiny_gpt2, alone), rel=1e-5)
     job["data"]["pack"] = "stream"
+    if learn == "all":
+        with pytest.raises(UsageError, match="holds conversations, which are packed whole"):
+            tl.train(run=tmp_path / "stream", engine=tiny.Here(), **job)
+        return
     runs.succeed(tmp_path / "stream", job)
     assert abs(first_loss(tmp_path / "stream") - first_loss(tmp_path / "run")) > 1e-4
 
@@ -241,6 +246,20 @@ def test_answers_that_do_not_fit_are_counted_as_cut(tmp_path: Path, tiny_gpt2: P
     assert [len(one) for one in found["sequences"].to_pylist()] == [1, 1]
     assert found["cut"].to_pylist()[1] == 0
     assert found["cut"].to_pylist()[0] > 60
+
+
+def test_answers_after_other_tokens_than_predicts_are_shown(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """A token of the second row reaches across the end of its prompt."""
+    words = AutoTokenizer.from_pretrained(tiny_gpt2).get_vocab()
+    word = next(text for text in sorted(words) if text.isalpha() and text.isascii() and len(text) > 2)
+    table = pa.table({"prompt": [f"{word} ", word[:2]], "answer": ["yes", word[2:]]})
+    prepared(tmp_path, tiny_gpt2, table, text="prompt", completion="answer")
+    job = sections(tmp_path, tiny_gpt2, table, text="prompt", completion="answer")
+    spec = with_table(draft_spec(load_job(None, **job)), tmp_path / "table.parquet", ReadOptions())
+    facts = packed_facts(tmp_path / "tokens", np.arange(2), complete_spec(spec, None, max_length=64))
+    assert facts["other_prompt"] == 1
+    assert packed_lines(facts)[1:] == ["1 rows have an answer that does not follow the tokens that predict feeds"]
+    assert len(packed_lines({**facts, "other_prompt": 0})) == 1
 
 
 class Fake(datetime):

@@ -25,7 +25,7 @@ from torchlake.config.task_spec import RowOptions, TaskSpec
 from torchlake.data import pairs
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.copies import divide
-from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.preparation.problem import draft_spec
 from torchlake.tasks import _chunked_loss
@@ -166,10 +166,13 @@ def test_rows_that_teach_nothing_say_why(tokenizer: Any) -> None:
     made = make_examples(TASK, tokenizer, table, {}, spec(), bad_rows="drop")
     assert made.errors == {0: "no_preference", 1: "null_input", 2: "null_input", 3: "null_input"}
     assert made.rows.tolist() == [4]
-    mixed = {"chosen": pa.array(["good"]), "rejected": pa.array([json.dumps(BAD)])}
+    mixed = {"chosen": pa.array(["good", " "]), "rejected": pa.array([json.dumps(BAD)] * 2)}
     assert tokenize_pairs(tokenizer, mixed, RowOptions(), 64).errors == {
-        0: "bad_chat: one answer is a string, the other a conversation"
+        0: "bad_chat: one answer is a string, the other a conversation",
+        1: "null_input",
     }
+    empty = {"chosen": pa.array([MESSAGES + GOOD]), "rejected": pa.array([[]], pa.array([GOOD]).type)}
+    assert tokenize_pairs(tokenizer, empty, RowOptions(), 64).errors == {0: "null_input"}
 
 
 def test_long_pairs_lose_the_start_of_their_prompt(tokenizer: Any) -> None:
@@ -305,10 +308,17 @@ BOTH = {"chosen": "a", "rejected": "b"}
     ],
 )
 def test_settings_that_contradict_are_refused_first(data: dict[str, Any], train: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UsageError, match=words):
         draft_spec(
             load_job(None, data={"train": "t", **data}, model={"base": "m", "task": "text_generation"}, train=train)
         )
+
+
+def test_answers_that_are_not_texts_are_refused() -> None:
+    for kind in (pa.int64(), pa.binary(), pa.dictionary(pa.int32(), pa.float32())):
+        schema = pa.schema({"text": pa.string(), "chosen": pa.string(), "rejected": kind})
+        with pytest.raises(TableError, match="the column 'rejected' holds .*, not strings or conversations"):
+            TASK.find_columns(schema, spec(), None)
 
 
 def test_pairs_of_a_prompt_stay_on_one_side() -> None:
@@ -378,6 +388,18 @@ def test_a_killed_run_goes_on_with_the_same_bytes(tmp_path: Path, base: Path, si
     assert turned.metrics["reward_margin"].value == pytest.approx(-measured.metrics["reward_margin"].value, abs=1e-5)
     with pytest.raises(UsageError, match="the model did not learn from pairs"):
         tl.evaluate(base, held_out, **again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (3, "ddp"), (4, "ddp")])
+def test_killed_ranks_go_on_with_the_same_bytes(tmp_path: Path, base: Path, ranks: int, strategy: str) -> None:
+    job = sections(tmp_path / "a", base, strategy=strategy)
+    runs.succeed(tmp_path / "whole", job, ranks=ranks)
+    for site in ("reference.batch:1:kill9", "rank0.step:5:kill9"):
+        assert runs.attempt(tmp_path / "run", job, ranks=ranks, failpoint=site).exit_code != 0
+    runs.succeed(tmp_path / "run", job, ranks=ranks)
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
 
 
 def test_a_reference_of_another_tokenizer_is_refused(tmp_path: Path, base: Path) -> None:

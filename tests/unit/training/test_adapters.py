@@ -17,7 +17,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import ConfigError, DataError, FingerprintError, UnsafeError
+from torchlake.errors import ConfigError, DataError, FingerprintError, UnsafeError, UsageError
 from torchlake.models import folders, load
 from torchlake.models.adapters import base as bases
 from torchlake.models.adapters import quantized
@@ -178,6 +178,12 @@ def test_a_base_that_changed_or_is_gone_is_refused(tmp_path: Path, tiny_llama: P
     one, other = (load.load_weights(each) for each in (model, tmp_path / "whole"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    known = folders.model_hash(model)
+    base = base.rename(tmp_path / "moved")
+    (model / "base.json").write_text(json.dumps({**record, "name": str(base)}))
+    assert folders.model_hash(model) == known, "a base that moved is the same one"
+    load.check_files(model)
+    assert tl.predict(model, pa.table({"text": ["good"]}), engine=tiny.Here(), max_new_tokens=2).equals(written)
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
     with pytest.raises(FingerprintError, match="have changed, and with them all predictions"):
@@ -241,8 +247,9 @@ def test_modules_that_cannot_be_trained_whole(
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, model: dict[str, Any], message: str) -> None:
     sections = {"data": {"train": "no.parquet"}, "model": {"base": "none", "task": "text_generation", **model}}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UsageError, match=message):
         tl.train(run=tmp_path / "run", **sections)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

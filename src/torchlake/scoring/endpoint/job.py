@@ -81,9 +81,16 @@ class EndpointJob:
         if settings.generation is not None:
             task = plugins.load("tasks", WRITES)
             chat = spec.rows.chat
-            spec = task.find_columns(schema, spec, None if chat else lambda name: first_rows(source, [name]))
+
+            def first(name: str) -> pa.Table:
+                return first_rows(source, [name])
+
+            spec = task.find_columns(schema, spec, None if chat else first)
             spec = replace(spec, rows=replace(spec.rows, chat=chat or spec.rows.chat))
             spec = self._checked(spec, schema, where, task)
+            own = find_options(schema, spec.inputs.get(OPTIONS), first)  # type: ignore[arg-type]
+            inputs = {name: one for name, one in spec.inputs.items() if name != OPTIONS}
+            spec = replace(spec, inputs=inputs if own is None else {**inputs, OPTIONS: own})
         else:
             check_columns(schema, {"text": TEXT}, spec, where)
         require_columns(where, settings.keep, schema)
@@ -93,7 +100,7 @@ class EndpointJob:
         return found
 
     def _checked(self, spec: TaskSpec, schema: pa.Schema, where: str, task: Any) -> TaskSpec:
-        """Return the task of texts with the column of options. Raises TableError and UsageError for its columns."""
+        """Return the task of texts. Raises TableError and UsageError for its columns."""
         options, columns = self.settings.prompts, as_columns(spec.text)
         if options.prompt is not None:
             check_prompt_columns(schema, columns, where)
@@ -107,9 +114,7 @@ class EndpointJob:
                 f"{where}: {columns[0]!r} holds conversations, and {self.settings.endpoint.api} read text; leave out "
                 "api, or name a column of text."
             )
-        own = find_options(schema, spec.inputs.get(OPTIONS))  # type: ignore[arg-type]
-        inputs = {name: one for name, one in spec.inputs.items() if name != OPTIONS}
-        return replace(spec, inputs=inputs if own is None else {**inputs, OPTIONS: own})
+        return spec
 
     def fingerprint(self, source: Table, earlier: Mapping[str, Any]) -> dict[str, Any]:
         settings, spec, endpoint = self.settings, self.settings.spec, self.settings.endpoint

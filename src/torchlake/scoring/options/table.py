@@ -47,28 +47,30 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
 def with_table(
     settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, first: Callable[[str], pa.Table] | None
 ) -> tuple[ScoringSettings, TaskSpec]:
-    """Return the settings and the task with the columns of conversations and tools that a table has."""
+    """Return the settings and the task with the columns of conversations, tools and options that a table has."""
     task, generation = plugins.load("tasks", spec.task), settings.generation
     if generation is None:
         return settings, spec
     if not task.packs or settings.prompts.prompt is not None:
-        columns = {**spec.inputs, **_options_column(settings, schema)}
+        columns = {**spec.inputs, **_options_column(settings, schema, first)}
         return replace(settings, inputs=columns), replace(spec, inputs=columns)
     if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:
         spec = replace(spec, text=COLUMN)
     found = task.find_columns(schema, spec, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
-    columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema)}
+    columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema, first)}
     if settings.prompts.tools and "tools" not in settings.inputs:
         columns.pop("tools", None)
     read = replace(settings, text=found.text, inputs=columns, generation=chat)
     return read, replace(found, rows=spec.rows, inputs=columns)
 
 
-def _options_column(settings: ScoringSettings, schema: pa.Schema) -> dict[str, str]:
+def _options_column(
+    settings: ScoringSettings, schema: pa.Schema, first: Callable[[str], pa.Table] | None
+) -> dict[str, str]:
     """Return {} or the column of the options of rows. Raises UsageError."""
     named = settings.inputs.get(OPTIONS)
-    column = find_options(schema, None if named is None else str(named))
+    column = find_options(schema, None if named is None else str(named), first)
     return {} if column is None else {OPTIONS: column}
 
 
