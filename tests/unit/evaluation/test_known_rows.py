@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tiny
 import training_runs as runs
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.sections.classes import FAR, outliers
+from torchlake.evaluation.sections.hints import label_hints
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.training.train import train
 
@@ -131,3 +133,22 @@ def test_far_residuals_are_labels_to_look_at(tmp_path: Path) -> None:
     assert f"labels to look at, by residuals more than {FAR} standard deviations" in page
     assert "confident learning" not in page
     assert numbers(tmp_path / "exact", np.zeros(50)) == {}
+
+
+@pytest.mark.usefixtures("page_libraries")
+def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path: Path) -> None:
+    from cleanlab.multilabel_classification.filter import find_label_issues
+
+    names, drawn = ("ant", "bee", "cat"), np.random.default_rng(4)
+    truth = drawn.random((200, 3)) < (0.5, 0.3, 0.005)
+    chances = np.clip(np.where(truth, 0.8, 0.2) + drawn.normal(0, 0.3, truth.shape), 0.01, 0.99).astype(np.float32)
+    lists = [np.flatnonzero(row).tolist() for row in truth]
+    labels = pa.array([[names[at] for at in row] for row in lists])
+    predicted = pa.table({**{f"prob_{name}": chances[:, at] for at, name in enumerate(names)}, "label": labels})
+    by, found = label_hints(predicted, labels, replace(made.classes_spec(names), problem="multi_label"), "labels")
+    assert by.startswith("confident learning (cleanlab")
+    assert found["label_issue"].any()
+    assert found["label_issue"].tolist() == find_label_issues(lists, chances.astype(np.float64), n_jobs=1).tolist()
+    once = np.array([0] * 60 + [1] * 39 + [2])
+    scored = made.scored_classes(made.chances_of(once, 3, accuracy=0.8), once, names)
+    assert made.evaluated(tmp_path, scored, made.classes_spec(names), hints=True)["sections"]["hints"]["rows"] > 0
