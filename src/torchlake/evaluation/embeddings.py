@@ -17,13 +17,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake.config.task_spec import as_columns
-from torchlake.errors import DataError, UsageError
+from torchlake import atomic_io, plugins
+from torchlake.config.job import load_job
+from torchlake.config.task_spec import TaskSpec, as_columns
+from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.evaluation.result import Evaluation
 from torchlake.evaluation.sections.rows import among_all, stored_name
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import Metric, bootstrapped
+from torchlake.models.folders import base_folder, model_hash
 from torchlake.outputs.staging.spool import spooled
+from torchlake.runs import folder as run_folder
 from torchlake.tables.arrays import is_text, string_column
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
@@ -36,7 +40,7 @@ PREFIX = "predicted_"
 VECTOR = f"{PREFIX}embedding"
 RESAMPLES = 200
 BASELINE_PAIRS = 20_000
-"Pairs whose second texts are searched by words in common: the time grows with the square of the pairs."
+"Pairs up to which second texts are searched by words in common, and both are scored by the base model, in memory."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."
@@ -212,6 +216,34 @@ def words_in_common(found: MeasuredPairs, text: Sequence[str], second: Sequence[
     else:
         metrics = _contrastive.similarity_metrics(np.asarray(first.multiply(other).sum(axis=1)).ravel(), found.targets)
     return {"baseline": {"answer": "the words in common (cosine of TF-IDF)", "metrics": metrics}}
+
+
+def before_training(
+    found: MeasuredPairs, model: Path, spec: TaskSpec, score: Predict, texts: tuple[Sequence[str], Sequence[str]]
+) -> dict[str, Any]:
+    """Return the section `untrained`: the metrics of the base of the run that the model is from, or why they are left
+    out. Empty for a model in no run. `score` is `predict` with its options."""
+    run = model.resolve().parent
+    if not all((run / name).is_file() for name in ("job.yaml", run_folder.BASE)):
+        return {}
+    try:
+        base = base_folder(load_job(run / "job.yaml").model.base)
+        if base is None or {"model": model_hash(base)} != atomic_io.read_json(run / run_folder.BASE):
+            raise DataError("it is another one than when the run began")
+        if not all(len(names) == 1 and names[0] in found.scored.column_names for names in texts):
+            raise DataError("it reads the text of one column, which the report has to keep")
+        if len(found.vectors) > BASELINE_PAIRS:
+            raise DataError(f"there are more than {BASELINE_PAIRS:,} pairs")
+        rows, sides = found.scored.filter(pa.array(found.usable)), []
+        for (name,) in texts:
+            scored = score(base, rows.select([name]), text=name, max_length=spec.max_length)
+            if VECTOR not in scored.column_names or scored["error"].null_count < len(scored):
+                raise DataError("it gives no vectors of these texts")
+            sides.append(_vectors(scored[VECTOR]))
+    except TorchlakeError as error:
+        return {"untrained": {"left_out": str(error).rstrip(".")}}
+    metrics = plugins.load("tasks", spec.task).metrics(np.stack(sides, axis=1), found.targets, spec)
+    return {"untrained": {"base": str(base), "metrics": metrics}}
 
 
 def metrics_of(vectors: np.ndarray, targets: np.ndarray | None) -> dict[str, Metric]:

@@ -110,6 +110,21 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
+def number(value: float | None) -> str:
+    """Return a metric as text."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def bounds(low: float | None, high: float | None) -> str:
+    """Return an interval as text."""
+    return "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def folded(title: str, form: str, content: Any) -> tuple[str, Any]:
+    """Return content that is closed until it is clicked."""
+    return "details", {"title": title, "form": form, "content": content}
+
+
 # Cards: the rows that a page shows, each with its facts and texts.
 
 
