@@ -69,8 +69,9 @@ def evaluated(
         columns = replace(columns, hints=found)
     write_rows(folder / FILE, judged_parts([scored.slice(0, 7), scored.slice(7)], columns, spec))
     measured = {"rows": len(scored), "failed": scored["error"].length() - scored["error"].null_count, "errors": {}}
+    about = {**ABOUT, "columns": list(texts) or ["text"]}
     measured |= {"metrics": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}}, "labels": list(spec.labels)}
-    return publish(folder, measured, kind=kind_of(spec), identity={}, made=ABOUT, slices=slices, hints=by)
+    return publish(folder, measured, kind=kind_of(spec), identity={}, made=about, slices=slices, hints=by)
 
 
 def chances_of(truth: np.ndarray, classes: int, *, accuracy: float, seed: int = 0) -> np.ndarray:

@@ -37,7 +37,7 @@ from torchlake.tables.table import missing_column, open_table
 from torchlake.tasks import _contrastive
 
 PREFIX = "predicted_"
-VECTOR = f"{PREFIX}embedding"
+VECTOR, TOKENS = f"{PREFIX}embedding", f"{PREFIX}tokens"
 RESAMPLES = 200
 BASELINE_PAIRS = 20_000
 "Pairs up to which second texts are searched by words in common, and both are scored by the base model, in memory."
@@ -55,7 +55,7 @@ class MeasuredPairs:
     "Failed rows by reason."
     metrics: dict[str, Metric]
     scored: pa.Table
-    "All rows: `row_id` or the key, the columns asked for, and `truncated` and `error` of either text."
+    "All rows: `row_id` or the key, columns asked for, tokens of both texts, and `truncated` and `error` of either."
     usable: np.ndarray
     "Which rows have two vectors, (rows,) bool."
     vectors: np.ndarray
@@ -109,7 +109,8 @@ def measure_pairs(
             if slices:
                 refuse_slices(open_table(stored, columns=slices, options=read_options(read)).schema, slices)
             for place, column in (("first", text), ("second", text_pair)):
-                predict(stored, folder / place, text=column, columns=wanted, key=key, **read)
+                more = {"columns": wanted, "key": key, "token_counts": keep is not None}
+                predict(stored, folder / place, text=column, **more, **read)
                 tables = [pq.read_table(file) for file in committed_files(folder / place)]
                 if not tables:
                     raise DataError("the table has no rows to evaluate on")
@@ -134,6 +135,8 @@ def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredP
     targets = None if numbers is None else numbers[mask]
     cut = pc.or_(first["truncated"].combine_chunks(), second["truncated"].combine_chunks())
     rows = first.drop_columns([VECTOR, "truncated", "error"]).append_column("truncated", cut)
+    if TOKENS in rows.column_names:
+        rows = rows.drop_columns([TOKENS]).append_column(TOKENS, pc.add(first[TOKENS], second[TOKENS]))
     return MeasuredPairs(
         rows=len(first),
         errors=errors,
@@ -178,13 +181,13 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
         "probability": pa.nulls(found.rows, pa.float64()),
         "loss": among_all(loss, usable),
         "right": right,
-        "tokens": pa.nulls(found.rows, pa.int32()),
+        "tokens": found.scored[TOKENS].cast(pa.int32()),
         "truncated": found.scored["truncated"],
         "error": found.scored["error"],
         "rank": rank,
         "random": among_all(random, usable),
     }
-    names = [name for name in found.scored.column_names if name not in (key, label, "truncated", "error")]
+    names = [name for name in found.scored.column_names if name not in (key, label, TOKENS, "truncated", "error")]
     return pa.table({**fixed, **{stored_name(name): found.scored[name] for name in names}})
 
 

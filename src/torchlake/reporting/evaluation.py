@@ -53,7 +53,7 @@ def render_evaluation(facts: Mapping[str, Any], rows: Rows) -> str:
             "full",
             title,
             "parts",
-            [("lines", [LOSSES.get(facts["kind"], "")]), ("cards", cards_of(facts["kind"], rows, found[name]))],
+            [("lines", [LOSSES.get(facts["kind"], "")]), ("cards", cards_of(facts, rows, found[name]))],
         )
         for name, title in LISTED
         if found.get(name)
@@ -128,7 +128,7 @@ def _slices(found: Mapping[str, Any] | None, kind: str) -> list[tuple[str, Any]]
             found["unit"]: number(one["mean"]),
         }
         | ({"perplexity": perplexity(one["mean"])} if kind == "language" else {})
-        | {"95 % interval": bounds(one["low"], one["high"]), "lost": f"{one['lost']:+.1f}"}
+        | {"95 % interval": bounds(one["low"], one["high"]), "lost": f"{round(one['lost'], 1) + 0.0:+.1f}"}
         | {"note": "few rows" if one["small"] else ""}
         for one in found["slices"]
     ]
@@ -148,7 +148,7 @@ def _hints(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
     lines = [f"{found['rows']:,} labels to look at, by {found['by']}; the least likely first."]
     if found["by"].startswith("the probability"):
         lines.append("With cleanlab (torchlake[hints]) they are chosen by confident learning.")
-    return [("lines", lines), ("cards", cards_of(facts["kind"], rows, found["list"]))]
+    return [("lines", lines), ("cards", cards_of(facts, rows, found["list"]))]
 
 
 def _trained(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
@@ -157,4 +157,4 @@ def _trained(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
         return []
     line = f"{found['rows']:,} of {found['of']:,} rows have the inputs of a row of the training table, to the letter. "
     line += "What the model says of them does not show what it says of new ones." if found["rows"] else ""
-    return [("lines", [line]), ("cards", cards_of(facts["kind"], rows, found["list"]))]
+    return [("lines", [line]), ("cards", cards_of(facts, rows, found["list"]))]

@@ -111,7 +111,13 @@ def test_spans_are_counted_with_missed_and_spurious_and_marked(tmp_path: Path) -
     assert (types["LOC"]["rows"], types["LOC"]["predicted"], types["LOC"]["partial"]) == (2, 2, 1)
     cells = {(pair["label"], pair["predicted"]): pair["rows"] for pair in found["pairs"]}
     assert cells == {("PER", "LOC"): 1, ("LOC", "missed"): 2, ("spurious", "LOC"): 1, ("spurious", "PER"): 1}
-    assert "<mark>Anna</mark>" in (tmp_path / "eval.html").read_text()
+    content = (tmp_path / "eval.html").read_text()
+    assert "<mark>Anna</mark>" in content
+    assert "2 spans: LOC predicted as missed" in content
+    for texts in (("text",), ()):  # a slice is not marked, also without the text
+        other = scored.append_column("kind", pa.array(["a slice that is long"] * 4))
+        made.evaluated(tmp_path / f"{len(texts)}", other, spec, slices=["kind"], texts=texts)
+        assert ("<mark>" in (tmp_path / f"{len(texts)}" / "eval.html").read_text()) == bool(texts)
     assert entities(read_judged(tmp_path / "rows.parquet", "spans", spec.labels)) == found
 
 
@@ -140,7 +146,9 @@ def test_answers_by_answerable_or_not(tmp_path: Path) -> None:
     assert by_kind["with an answer"]["mean"] == pytest.approx(2 / 3)  # without articles, as SQuAD compares
     assert by_kind["with an answer"]["f1"] == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert by_kind["without an answer"]["mean"] == 1.0
-    assert "<mark>cat</mark>" in (tmp_path / "eval.html").read_text()
+    content = (tmp_path / "eval.html").read_text()
+    assert "<mark>cat</mark>" in content
+    assert "<i>label</i> the cat</span>" in content
     known = pa.table({"label": scored["label"], "unreadable": pa.nulls(4, pa.string())})
     named = {f"p_{name}": f"predicted_{name}" for name in ("answer", "score")}
     whole = measured([scored.rename_columns(named)], known, spec).metrics

@@ -62,11 +62,12 @@ def _confusions(facts: Mapping[str, Any], found: Mapping[str, Any], rows: Rows) 
             ("lines", ["Each row is a true label; shades are shares of its rows. A number leads to its rows."])
         )
         parts.append(("matrix", {"labels": names, "rows": lines}))
+    unit = "spans" if facts["kind"] == "spans" else "rows"
     listed = [
         {
             "id": links[pair["label"], pair["predicted"]],
-            "title": f"{pair['rows']:,} rows: {pair['label']} predicted as {pair['predicted']}",
-            "cards": cards_of(facts["kind"], rows, pair["list"]),
+            "title": f"{pair['rows']:,} {unit}: {pair['label']} predicted as {pair['predicted']}",
+            "cards": cards_of(facts, rows, pair["list"]),
         }
         for pair in found["pairs"]
     ]
