@@ -1,8 +1,9 @@
 """Evaluations without a model: scored rows are made up, and everything after scoring is real."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from torchlake.evaluation.sections.rows import FILE, RowColumns, judged_parts, k
 from torchlake.models.load import TaskSpec
 
 NUMBERS = replace(tiny.SPEC, labels=(), problem="regression")
+ATTACK = "<script>alert(1)</script>"
+STRANGE = (ATTACK, "גמל", "cat 🐈")
+"Names of classes."
 ABOUT = {"model": "model", "task": "text_classification", "table": "table.parquet", "columns": ["text"]}
 
 
@@ -65,8 +69,9 @@ def evaluated(
         columns = replace(columns, hints=found)
     write_rows(folder / FILE, judged_parts([scored.slice(0, 7), scored.slice(7)], columns, spec))
     measured = {"rows": len(scored), "failed": scored["error"].length() - scored["error"].null_count, "errors": {}}
+    about = {**ABOUT, "columns": list(texts) or ["text"]}
     measured |= {"metrics": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}}, "labels": list(spec.labels)}
-    return publish(folder, measured, kind=kind_of(spec), identity={}, made=ABOUT, slices=slices, hints=by)
+    return publish(folder, measured, kind=kind_of(spec), identity={}, made=about, slices=slices, hints=by)
 
 
 def chances_of(truth: np.ndarray, classes: int, *, accuracy: float, seed: int = 0) -> np.ndarray:
@@ -76,3 +81,50 @@ def chances_of(truth: np.ndarray, classes: int, *, accuracy: float, seed: int = 
     chances = generator.random((len(truth), classes)) * 0.3 + 0.01
     chances[np.arange(len(truth)), said] += 0.5 + generator.random(len(truth))
     return np.asarray(chances / chances.sum(axis=1, keepdims=True))
+
+
+def spans_table() -> tuple[pa.Table, TaskSpec]:
+    """Scored rows with spans, right, missed, spurious and of another type."""
+    kind = pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32(), "label": pa.string()}))
+    found = pa.list_(
+        pa.struct({**{n: kind.value_type.field(n).type for n in ("start", "end", "label")}, "score": pa.float32()})
+    )
+
+    def span(start: int, end: int, label: str) -> dict[str, Any]:
+        return {"start": start, "end": end, "label": label, "score": 0.9}
+
+    true = [[span(0, 4, "PER")], [span(0, 4, "PER"), span(9, 13, "LOC")], [], [span(0, 4, "LOC")]]
+    said = [[span(0, 4, "PER")], [span(0, 4, "LOC"), span(9, 12, "LOC")], [span(5, 8, "PER")], []]
+    table = pa.table(
+        {
+            "id": range(4),
+            "label": pa.array([[{k: v for k, v in one.items() if k != "score"} for one in row] for row in true], kind),
+            "p_spans": pa.array(said, found),
+            "truncated": [False] * 4,
+            "error": pa.nulls(4, pa.string()),
+            "text": ["Anna is in Rome"] * 4,
+        }
+    )
+    labels = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    return table, replace(tiny.SPEC, task="token_classification", problem="spans", labels=labels)
+
+
+def page_of(
+    folder: Path,
+    rows: int,
+    classes: int,
+    texts: list[str] | None = None,
+    slices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    **options: Any,
+) -> str:
+    """The page of made-up rows of `classes` classes, with labels, texts and slices of any kind."""
+    labels = [*STRANGE, *(f"class {at}" for at in range(classes))][:classes]
+    truth = np.random.default_rng(0).integers(0, classes, rows)
+    scored = scored_classes(chances_of(truth, classes, accuracy=0.7), truth, labels)
+    if texts is not None:
+        cycle = [texts[row % len(texts)] for row in range(rows)]
+        scored = scored.set_column(scored.schema.get_field_index("text"), "text", pa.array(cycle))
+    for name, values in slices.items():
+        scored = scored.append_column(name, pa.array([values[row % len(values)] for row in range(rows)]))
+    evaluated(folder, scored, classes_spec(labels), slices=list(slices), hints=True, **options)
+    return (folder / "eval.html").read_text()

@@ -20,13 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import atomic_io
 from torchlake.config.job import flat, load_job
 from torchlake.display import Shown, Table, plain, shown
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
-from torchlake.evaluation.sections.aligned import FailedRows, aligned
+from torchlake.evaluation.sections.aligned import FailedRows, aligned, facts_of
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
 from torchlake.evaluation.sections.sums import drawn, groups_of
@@ -167,7 +166,7 @@ def _evaluation_of(model: Path) -> Path:
     """Return the folder of an evaluation: `model` itself, or of a run that of its validation rows."""
     for folder in (model, model / RUN_PAGE):
         if (folder / FACTS).is_file():
-            measured, now = atomic_io.read_json(folder / FACTS).get("identity", {}).get("model"), model / "model"
+            measured, now = facts_of(folder).get("identity", {}).get("model"), model / "model"
             if folder != model and measured and now.is_dir() and model_hash(now) != measured:
                 raise DataError(f"{now}: the model was replaced after its evaluation. Give a table (--table).")
             return folder
@@ -185,7 +184,7 @@ def _compared(
     sides: Sequence[JudgedRows], names: Sequence[str], folders: Sequence[Path]
 ) -> tuple[Comparison, list[dict[str, Any]]]:
     """Return the comparison, and for each further model the numbers of the rows that it won and lost."""
-    facts = atomic_io.read_json(folders[0] / FACTS)
+    facts = facts_of(folders[0])
     values: dict[str, np.ndarray] = {}
     draws: dict[str, np.ndarray] = {}
     for group in groups_of(sides):

@@ -17,13 +17,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake.config.task_spec import as_columns
-from torchlake.errors import DataError, UsageError
+from torchlake import atomic_io, plugins
+from torchlake.config.job import load_job
+from torchlake.config.task_spec import TaskSpec, as_columns
+from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.evaluation.result import Evaluation
 from torchlake.evaluation.sections.rows import among_all, stored_name
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.metrics import Metric, bootstrapped
+from torchlake.models.folders import base_folder, model_hash
 from torchlake.outputs.staging.spool import spooled
+from torchlake.runs import folder as run_folder
 from torchlake.tables.arrays import is_text, string_column
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
@@ -33,10 +37,10 @@ from torchlake.tables.table import missing_column, open_table
 from torchlake.tasks import _contrastive
 
 PREFIX = "predicted_"
-VECTOR = f"{PREFIX}embedding"
+VECTOR, TOKENS = f"{PREFIX}embedding", f"{PREFIX}tokens"
 RESAMPLES = 200
 BASELINE_PAIRS = 20_000
-"Pairs whose second texts are searched by words in common: the time grows with the square of the pairs."
+"Pairs up to which second texts are searched by words in common, and both are scored by the base model, in memory."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."
@@ -51,7 +55,7 @@ class MeasuredPairs:
     "Failed rows by reason."
     metrics: dict[str, Metric]
     scored: pa.Table
-    "All rows: `row_id` or the key, the columns asked for, and `truncated` and `error` of either text."
+    "All rows: `row_id` or the key, columns asked for, tokens of both texts, and `truncated` and `error` of either."
     usable: np.ndarray
     "Which rows have two vectors, (rows,) bool."
     vectors: np.ndarray
@@ -105,7 +109,8 @@ def measure_pairs(
             if slices:
                 refuse_slices(open_table(stored, columns=slices, options=read_options(read)).schema, slices)
             for place, column in (("first", text), ("second", text_pair)):
-                predict(stored, folder / place, text=column, columns=wanted, key=key, **read)
+                more = {"columns": wanted, "key": key, "token_counts": keep is not None}
+                predict(stored, folder / place, text=column, **more, **read)
                 tables = [pq.read_table(file) for file in committed_files(folder / place)]
                 if not tables:
                     raise DataError("the table has no rows to evaluate on")
@@ -130,6 +135,8 @@ def _measured(first: pa.Table, second: pa.Table, label: str | None) -> MeasuredP
     targets = None if numbers is None else numbers[mask]
     cut = pc.or_(first["truncated"].combine_chunks(), second["truncated"].combine_chunks())
     rows = first.drop_columns([VECTOR, "truncated", "error"]).append_column("truncated", cut)
+    if TOKENS in rows.column_names:
+        rows = rows.drop_columns([TOKENS]).append_column(TOKENS, pc.add(first[TOKENS], second[TOKENS]))
     return MeasuredPairs(
         rows=len(first),
         errors=errors,
@@ -174,13 +181,13 @@ def pair_rows(found: MeasuredPairs, *, key: str, second: str | None, label: str 
         "probability": pa.nulls(found.rows, pa.float64()),
         "loss": among_all(loss, usable),
         "right": right,
-        "tokens": pa.nulls(found.rows, pa.int32()),
+        "tokens": found.scored[TOKENS].cast(pa.int32()),
         "truncated": found.scored["truncated"],
         "error": found.scored["error"],
         "rank": rank,
         "random": among_all(random, usable),
     }
-    names = [name for name in found.scored.column_names if name not in (key, label, "truncated", "error")]
+    names = [name for name in found.scored.column_names if name not in (key, label, TOKENS, "truncated", "error")]
     return pa.table({**fixed, **{stored_name(name): found.scored[name] for name in names}})
 
 
@@ -212,6 +219,34 @@ def words_in_common(found: MeasuredPairs, text: Sequence[str], second: Sequence[
     else:
         metrics = _contrastive.similarity_metrics(np.asarray(first.multiply(other).sum(axis=1)).ravel(), found.targets)
     return {"baseline": {"answer": "the words in common (cosine of TF-IDF)", "metrics": metrics}}
+
+
+def before_training(
+    found: MeasuredPairs, model: Path, spec: TaskSpec, score: Predict, texts: tuple[Sequence[str], Sequence[str]]
+) -> dict[str, Any]:
+    """Return the section `untrained`: the metrics of the base of the run that the model is from, or why they are left
+    out. Empty for a model in no run. `score` is `predict` with its options."""
+    run = model.resolve().parent
+    if not all((run / name).is_file() for name in ("job.yaml", run_folder.BASE)):
+        return {}
+    try:
+        base = base_folder(load_job(run / "job.yaml").model.base)
+        if base is None or {"model": model_hash(base)} != atomic_io.read_json(run / run_folder.BASE):
+            raise DataError("it is another one than when the run began")
+        if not all(len(names) == 1 and names[0] in found.scored.column_names for names in texts):
+            raise DataError("it reads the text of one column, which the report has to keep")
+        if len(found.vectors) > BASELINE_PAIRS:
+            raise DataError(f"there are more than {BASELINE_PAIRS:,} pairs")
+        rows, sides = found.scored.filter(pa.array(found.usable)), []
+        for (name,) in texts:
+            scored = score(base, rows.select([name]), text=name, max_length=spec.max_length)
+            if VECTOR not in scored.column_names or scored["error"].null_count < len(scored):
+                raise DataError("it gives no vectors of these texts")
+            sides.append(_vectors(scored[VECTOR]))
+    except TorchlakeError as error:
+        return {"untrained": {"left_out": str(error).rstrip(".")}}
+    metrics = plugins.load("tasks", spec.task).metrics(np.stack(sides, axis=1), found.targets, spec)
+    return {"untrained": {"base": str(base), "metrics": metrics}}
 
 
 def metrics_of(vectors: np.ndarray, targets: np.ndarray | None) -> dict[str, Metric]:

@@ -18,7 +18,7 @@ from torchlake.config.options import AnswerArguments, ReadArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import UsageError
-from torchlake.evaluation.embeddings import measure_pairs, pair_rows, words_in_common
+from torchlake.evaluation.embeddings import before_training, measure_pairs, pair_rows, words_in_common
 from torchlake.evaluation.labeled import Measuring, measure_labeled
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
@@ -160,6 +160,8 @@ def _of_vectors(
         done = found.evaluation
         made = {**job.made(spec), "columns": texts, **({} if label is None else {"label": label})}
         about: dict[str, Any] = {"identity": identity, "made": made, "slices": names}
-        about["sections"] = words_in_common(found, as_columns(spec.text), second)
+        sides = as_columns(spec.text), second
+        again: Callable[..., Any] = partial(predicting.predict, **{**job.scoring, "task": job.task or spec.task})
+        about["sections"] = words_in_common(found, *sides) | before_training(found, job.folder, spec, again, sides)
         publish(request.folder, done.to_json(), kind="vectors", **about)
     return replace(done, report=request.folder)

@@ -21,7 +21,8 @@ def write_comparison(folder: Path, facts: Mapping[str, Any], lists: Sequence[Map
     """
     wanted = [place for one in lists for word in ("won", "lost") for place in one[word]]
     facts = redacted({**facts, "written": datetime.now(UTC).isoformat(timespec="seconds")})
-    page = render_comparison(facts, shown_rows(file, wanted), lists)
+    made = {"columns": atomic_io.read_json(file.with_name("eval.json"))["made"].get("columns")}
+    page = render_comparison({**facts, "made": made}, shown_rows(file, wanted), lists)
     atomic_io.write_bytes(folder / "compare.html", page.encode(), site="comparison.page")
     atomic_io.write_json(folder / "compare.json", facts, site="comparison.facts")
 
@@ -44,7 +45,7 @@ def render_comparison(facts: Mapping[str, Any], rows: Rows, lists: Sequence[Mapp
         ("full", "Settings that differ", "grid", _settings(facts["models"], about.get("settings", {}))),
         *([("full", "Curves", "figures", _curves(about["curves"]))] if about.get("curves") else []),
         *(
-            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts["kind"], rows, one[word], one["said"]))
+            ("full", f"Rows that {one['model']} {word}", "cards", _cards(facts, rows, one[word], one["said"]))
             for one in lists
             for word in ("won", "lost")
         ),
@@ -126,8 +127,10 @@ def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | No
     return drawn
 
 
-def _cards(kind: str, rows: Rows, places: Sequence[int], said: Mapping[int, Any]) -> list[dict[str, Any]]:
-    shown = cards_of(kind, rows, places)
+def _cards(
+    facts: Mapping[str, Any], rows: Rows, places: Sequence[int], said: Mapping[int, Any]
+) -> list[dict[str, Any]]:
+    shown = cards_of(facts, rows, places)
     for card, place in zip(shown, places, strict=True):
         card["facts"].append(("this model's prediction", shortened(str(said.get(place))), ""))
     return shown

@@ -110,6 +110,21 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
+def number(value: float | None) -> str:
+    """Return a metric as text."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def bounds(low: float | None, high: float | None) -> str:
+    """Return an interval as text."""
+    return "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def folded(title: str, form: str, content: Any) -> tuple[str, Any]:
+    """Return content that is closed until it is clicked."""
+    return "details", {"title": title, "form": form, "content": content}
+
+
 # Cards: the rows that a page shows, each with its facts and texts.
 
 
@@ -128,13 +143,13 @@ def shown_rows(path: Path, places: Iterable[int]) -> Rows:
     return found
 
 
-def cards_of(kind: str, rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the facts and the texts of some rows, in the form that the page shows."""
-    return [_card(kind, rows[place]) for place in places]
+def cards_of(facts: Mapping[str, Any], rows: Rows, places: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the facts and the texts of some rows of an evaluation, in the form that the page shows."""
+    return [_card(facts["kind"], rows[place], facts["made"].get("columns")) for place in places]
 
 
-def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts and the texts of a row; spans and answers are marked in the text."""
+def _card(kind: str, row: Mapping[str, Any], inputs: Sequence[str] | None) -> dict[str, Any]:
+    """Return the facts and the texts of a row; spans and answers are marked in the last input."""
     columns = list(row)
     shown = [(columns[0], str(row[columns[0]]), "")]
     for name in ("label", "prediction", "suggested", "probability", "score", "loss", "tokens", "truncated"):
@@ -148,7 +163,8 @@ def _card(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     hidden = ("label_quality", "label_issue", "suggested", "trained_on", "random")
     written = [("expected", row["label"]), ("written", row["prediction"])] if kind == "texts" else []
     texts = [(name, [(shortened(text), False)]) for name, text in written]
-    texts += [(name, _marked(kind, row, row[name])) for name in after if name not in hidden and row[name] is not None]
+    kept = [name for name in after if name not in hidden and row[name] is not None]
+    texts += [(name, _marked(kind if inputs and name == inputs[-1] else "", row, row[name])) for name in kept]
     return {"facts": shown, "texts": texts}
 
 
@@ -156,7 +172,8 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return str(value.get("text") or value.get("label") or "no answer")
+        found = value.get("text") or value.get("label") or "no answer"
+        return " | ".join(map(str, found)) if isinstance(found, list) else str(found)
     if isinstance(value, list):
         if value and isinstance(value[0], Mapping):
             return ", ".join(f"{one['label']} {one['start']}-{one['end']}" for one in value)

@@ -16,6 +16,7 @@ from sklearn.metrics import f1_score
 
 import judged_rows as made
 from html_page import Page
+from torchlake.atomic_io import size_and_sha256
 from torchlake.cli.main import main
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.compare import compare, holm, mcnemar
@@ -182,8 +183,9 @@ def test_each_metric_of_each_task_says_which_model_is_worse(kind: str, tmp_path:
         table |= {"right": pa.nulls(40, pa.bool_()) if kind in ("number", "vectors") else right}
         (tmp_path / name).mkdir()
         pq.write_table(pa.table(table), tmp_path / name / "rows.parquet")
-        facts = {"kind": "vectors" if kind == "ranks" else kind, "labels": ["a", "b"], "rows": 40}
-        facts |= {"files": ["rows.parquet"], "made": {"task": "a task"}}
+        facts = {"format": 1, "kind": "vectors" if kind == "ranks" else kind, "labels": ["a", "b"], "rows": 40}
+        stored = size_and_sha256(tmp_path / name / "rows.parquet")
+        facts |= {"files": {"rows.parquet": stored}, "made": {"task": "a task"}}
         (tmp_path / name / "eval.json").write_text(json.dumps(facts))
     worse = compare(tmp_path / "good", tmp_path / "bad")
     better = compare(tmp_path / "bad", tmp_path / "good")
@@ -213,6 +215,22 @@ def test_rows_whose_texts_were_replaced_are_not_compared(truth: np.ndarray, tmp_
         made.evaluated(tmp_path / name, rows, made.classes_spec(LABELS))
     with pytest.raises(DataError, match="one and .*two: their rows have other values of 'text' under the same keys"):
         compare(tmp_path / "one", tmp_path / "two")
+
+
+def test_an_evaluation_that_is_not_whole_is_not_compared(truth: np.ndarray, tmp_path: Path) -> None:
+    one = evaluation(tmp_path / "one", truth, made.chances_of(truth, 3, accuracy=0.7))
+    two = evaluation(tmp_path / "two", truth, made.chances_of(truth, 3, accuracy=0.8))
+    rows = (one / "rows.parquet").read_bytes()
+    for content in ((two / "rows.parquet").read_bytes(), rows[:200], None):  # of another evaluation, cut, gone
+        (one / "rows.parquet").unlink()
+        if content is not None:
+            (one / "rows.parquet").write_bytes(content)
+        with pytest.raises(DataError, match=r"one/rows\.parquet: is missing, damaged or of another evaluation"):
+            compare(two, one)
+    for content in ("{}", "[]", '{"format": 2}'):
+        (one / "eval.json").write_text(content)
+        with pytest.raises(DataError, match=r"one/eval\.json: is not of an evaluation"):
+            compare(two, one)
 
 
 def test_a_run_whose_model_was_replaced_is_not_compared(truth: np.ndarray, tmp_path: Path) -> None:

@@ -140,6 +140,11 @@ def test_pairs_of_vectors_are_ranked_by_the_rank_of_their_second_text(tmp_path: 
     facts = json.loads((folder / "eval.json").read_text())
     assert set(facts["sections"]["worst"][:2]) == {3, 4}
     assert facts["sections"]["retrieval"][0]["recall"] == 0.9
+    assert {one["slice"] for one in facts["sections"]["slices"]["slices"]} == {"length"}
+    counted = tl.predict(model, pa.table({"text": texts}), token_counts=True, engine=tiny.Here())["tokens"].to_pylist()
+    assert rows["tokens"].to_pylist() == [
+        one + counted[texts.index(text)] for one, text in zip(counted, seconds, strict=True)
+    ]
     assert sorted(path.name for path in folder.iterdir()) == FILES
     evaluate(model, tmp_path / "pairs.parquet", report=tmp_path / "plain", no_texts=True, **arguments)
     plain = pq.read_table(tmp_path / "plain" / "rows.parquet")

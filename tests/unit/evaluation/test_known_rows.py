@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tiny
 import training_runs as runs
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.sections.classes import FAR, outliers
+from torchlake.evaluation.sections.hints import label_hints
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.training.train import train
 
@@ -112,6 +114,40 @@ def test_random_pairs_are_of_other_rows(embedder: Path, tmp_path: Path) -> None:
     assert "baseline" not in facts_of(tmp_path / "plain")["sections"]
 
 
+def test_vectors_are_compared_with_the_base_of_their_run(embedder: Path, tmp_path: Path) -> None:
+    """Without that base, or without a run, the page has no such numbers, and with a run it says why."""
+    first, second = pairs(40)
+    table = pa.table({"a": first, "b": second, "near": np.linspace(0, 1, 40)})
+    pq.write_table(table, tmp_path / "t.parquet")
+    base = shutil.copytree(embedder, tmp_path / "base")
+    job: Any = {"data": {"train": str(tmp_path / "t.parquet"), "text": "a", "text_pair": "b"}}
+    job |= {"model": {"task": "feature_extraction", "base": str(base)}, "train": {"max_steps": 2, "batch_size": 8}}
+    model = train(run=tmp_path / "run", engine=runs.Inline(), **job).path / "model"
+
+    def untrained(name: str, **options: Any) -> Any:
+        evaluate(model, tmp_path / "t.parquet", report=tmp_path / name, **PAIRS, **options)
+        return facts_of(tmp_path / name)["sections"].get("untrained")
+
+    for name, options in (("found", {}), ("near", {"label": "near"})):
+        by_hand = evaluate(base, table, **PAIRS, **options)
+        expected = {metric: one.value for metric, one in by_hand.metrics.items()}
+        assert untrained(name, **options) == {"base": str(base), "metrics": pytest.approx(expected, abs=1e-6)}
+        page = (tmp_path / name / "eval.html").read_text()
+        assert f"Before training: the base model, {base}." in page
+        assert "before training</th>" in page
+    assert "which the report has to keep" in untrained("plain", no_texts=True)["left_out"]
+    (base / "README.md").write_text("not a part of the model")
+    assert untrained("same")["metrics"]
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "hidden_dropout_prob": 0.3}))
+    assert untrained("replaced") == {"left_out": "it is another one than when the run began"}
+    assert "The base model is not measured: it is another" in (tmp_path / "replaced" / "eval.html").read_text()
+    shutil.rmtree(base)
+    assert "no such" in untrained("gone")["left_out"]
+    model = shutil.copytree(model, tmp_path / "alone" / "model")
+    assert untrained("elsewhere") is None
+
+
 def numbers(folder: Path, residuals: np.ndarray) -> dict[str, Any]:
     truth = np.random.default_rng(0).normal(10, 3, len(residuals))
     scored = made.scored_numbers(truth, truth + residuals)
@@ -131,3 +167,22 @@ def test_far_residuals_are_labels_to_look_at(tmp_path: Path) -> None:
     assert f"labels to look at, by residuals more than {FAR} standard deviations" in page
     assert "confident learning" not in page
     assert numbers(tmp_path / "exact", np.zeros(50)) == {}
+
+
+@pytest.mark.usefixtures("page_libraries")
+def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path: Path) -> None:
+    from cleanlab.multilabel_classification.filter import find_label_issues
+
+    names, drawn = ("ant", "bee", "cat"), np.random.default_rng(4)
+    truth = drawn.random((200, 3)) < (0.5, 0.3, 0.005)
+    chances = np.clip(np.where(truth, 0.8, 0.2) + drawn.normal(0, 0.3, truth.shape), 0.01, 0.99).astype(np.float32)
+    lists = [np.flatnonzero(row).tolist() for row in truth]
+    labels = pa.array([[names[at] for at in row] for row in lists])
+    predicted = pa.table({**{f"prob_{name}": chances[:, at] for at, name in enumerate(names)}, "label": labels})
+    by, found = label_hints(predicted, labels, replace(made.classes_spec(names), problem="multi_label"), "labels")
+    assert by.startswith("confident learning (cleanlab")
+    assert found["label_issue"].any()
+    assert found["label_issue"].tolist() == find_label_issues(lists, chances.astype(np.float64), n_jobs=1).tolist()
+    once = np.array([0] * 60 + [1] * 39 + [2])
+    scored = made.scored_classes(made.chances_of(once, 3, accuracy=0.8), once, names)
+    assert made.evaluated(tmp_path, scored, made.classes_spec(names), hints=True)["sections"]["hints"]["rows"] > 0

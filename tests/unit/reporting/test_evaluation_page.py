@@ -4,13 +4,8 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,39 +19,15 @@ from torchlake.evaluation.labeled import measured
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.spans import entities
 from torchlake.reporting import page as frame
-from torchlake.reporting.report import report
-from torchlake.runs.folder import FOLDS
 
-ATTACK = "<script>alert(1)</script>"
-LABELS = (ATTACK, "גמל", "cat 🐈")
-WIDTHS = (375, 768, 1280)
+ATTACK = made.ATTACK
 NAMES = (ATTACK, 'a.b."c"\'d', "🐈" * 60, "שלום עולם " * 8, "x" * 300, "a\nb\tc", "")
-
-
-def evaluated(
-    folder: Path,
-    rows: int,
-    classes: int,
-    texts: list[str] | None = None,
-    slices: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    **options: Any,
-) -> str:
-    labels = [*LABELS, *(f"class {at}" for at in range(classes))][:classes]
-    truth = np.random.default_rng(0).integers(0, classes, rows)
-    scored = made.scored_classes(made.chances_of(truth, classes, accuracy=0.7), truth, labels)
-    if texts is not None:
-        cycle = [texts[row % len(texts)] for row in range(rows)]
-        scored = scored.set_column(scored.schema.get_field_index("text"), "text", pa.array(cycle))
-    for name, values in slices.items():
-        scored = scored.append_column(name, pa.array([values[row % len(values)] for row in range(rows)]))
-    made.evaluated(folder, scored, made.classes_spec(labels), slices=list(slices), hints=True, **options)
-    return (folder / "eval.html").read_text()
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    evaluated(folder, 300, 3, [ATTACK, "שלום עולם", "🐈" * 50, "long " * 20_000, "unbroken" * 500, "plain"])
+    made.page_of(folder, 300, 3, [ATTACK, "שלום עולם", "🐈" * 50, "long " * 20_000, "unbroken" * 500, "plain"])
     return folder
 
 
@@ -90,18 +61,23 @@ def test_each_cell_of_the_matrix_leads_to_its_rows(written: Path) -> None:
 
 
 def test_one_row_and_many_classes(tmp_path: Path) -> None:
-    assert "1 rows measured" in Page(evaluated(tmp_path / "one", 1, 2)).text
-    many = evaluated(tmp_path / "many", 3000, 150)
+    assert "1 rows measured" in Page(made.page_of(tmp_path / "one", 1, 2)).text
+    many = made.page_of(tmp_path / "many", 3000, 150)
     assert len(many) < 2_000_000
     assert '<table class="matrix">' not in many
     assert many.count("predicted as") == 20
-    most = evaluated(tmp_path / "most", 1000, 250)
+    most = made.page_of(tmp_path / "most", 1000, 250)
     assert "The 200 with the lowest F1 of 250; eval.json has all." in most
     assert len(json.loads((tmp_path / "most" / "eval.json").read_text())["sections"]["classes"]) == 250
 
 
+def test_the_page_does_not_grow_with_the_table(tmp_path: Path) -> None:
+    small, large = (made.page_of(tmp_path / f"{rows}", rows, 3) for rows in (1_000, 50_000))
+    assert len(large) < 1.05 * len(small)
+
+
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
-    content = evaluated(tmp_path, 40, 3)
+    content = made.page_of(tmp_path, 40, 3)
     assert "Threshold" not in content
     assert "Predicted against true" not in content
     assert "If the least sure rows go to a person" in content
@@ -109,7 +85,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 def test_slices_of_any_name_and_of_many_values(tmp_path: Path) -> None:
     columns = {name: [*NAMES, "long " * 20_000] for name in NAMES} | {"many": [f"value {at}" for at in range(300)]}
-    content = evaluated(tmp_path, 300, 2, slices=columns)
+    content = made.page_of(tmp_path, 300, 2, slices=columns)
     page = Page(content)
     assert "Only the most frequent of 300 values of many were looked at." in page.text
     assert all(name in page.text for name in NAMES)
@@ -119,39 +95,14 @@ def test_slices_of_any_name_and_of_many_values(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("page_libraries")
 def test_pictures_have_their_numbers_in_a_table(tmp_path: Path) -> None:
-    page = Page(evaluated(tmp_path, 200, 2))
+    page = Page(made.page_of(tmp_path, 200, 2))
     assert page.tags.count("figure") >= 5
     assert page.attributes.count(("role", "img")) == page.tags.count("figure")
     assert page.tags.count("details") > 4
 
 
-def spans_table() -> tuple[pa.Table, Any]:
-    kind = pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32(), "label": pa.string()}))
-    found = pa.list_(
-        pa.struct({**{n: kind.value_type.field(n).type for n in ("start", "end", "label")}, "score": pa.float32()})
-    )
-
-    def span(start: int, end: int, label: str) -> dict[str, Any]:
-        return {"start": start, "end": end, "label": label, "score": 0.9}
-
-    true = [[span(0, 4, "PER")], [span(0, 4, "PER"), span(9, 13, "LOC")], [], [span(0, 4, "LOC")]]
-    said = [[span(0, 4, "PER")], [span(0, 4, "LOC"), span(9, 12, "LOC")], [span(5, 8, "PER")], []]
-    table = pa.table(
-        {
-            "id": range(4),
-            "label": pa.array([[{k: v for k, v in one.items() if k != "score"} for one in row] for row in true], kind),
-            "p_spans": pa.array(said, found),
-            "truncated": [False] * 4,
-            "error": pa.nulls(4, pa.string()),
-            "text": ["Anna is in Rome"] * 4,
-        }
-    )
-    labels = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
-    return table, replace(tiny.SPEC, task="token_classification", problem="spans", labels=labels)
-
-
 def test_spans_are_counted_with_missed_and_spurious_and_marked(tmp_path: Path) -> None:
-    scored, spec = spans_table()
+    scored, spec = made.spans_table()
     sections = made.evaluated(tmp_path, scored, spec)["sections"]
     found = sections["entities"]
     assert sections["baseline"]["answer"] == "no span at all, which is right in 25.0% of the rows"
@@ -160,7 +111,13 @@ def test_spans_are_counted_with_missed_and_spurious_and_marked(tmp_path: Path) -
     assert (types["LOC"]["rows"], types["LOC"]["predicted"], types["LOC"]["partial"]) == (2, 2, 1)
     cells = {(pair["label"], pair["predicted"]): pair["rows"] for pair in found["pairs"]}
     assert cells == {("PER", "LOC"): 1, ("LOC", "missed"): 2, ("spurious", "LOC"): 1, ("spurious", "PER"): 1}
-    assert "<mark>Anna</mark>" in (tmp_path / "eval.html").read_text()
+    content = (tmp_path / "eval.html").read_text()
+    assert "<mark>Anna</mark>" in content
+    assert "2 spans: LOC predicted as missed" in content
+    for texts in (("text",), ()):  # a slice is not marked, also without the text
+        other = scored.append_column("kind", pa.array(["a slice that is long"] * 4))
+        made.evaluated(tmp_path / f"{len(texts)}", other, spec, slices=["kind"], texts=texts)
+        assert ("<mark>" in (tmp_path / f"{len(texts)}" / "eval.html").read_text()) == bool(texts)
     assert entities(read_judged(tmp_path / "rows.parquet", "spans", spec.labels)) == found
 
 
@@ -189,70 +146,12 @@ def test_answers_by_answerable_or_not(tmp_path: Path) -> None:
     assert by_kind["with an answer"]["mean"] == pytest.approx(2 / 3)  # without articles, as SQuAD compares
     assert by_kind["with an answer"]["f1"] == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert by_kind["without an answer"]["mean"] == 1.0
-    assert "<mark>cat</mark>" in (tmp_path / "eval.html").read_text()
+    content = (tmp_path / "eval.html").read_text()
+    assert "<mark>cat</mark>" in content
+    assert "<i>label</i> the cat</span>" in content
     known = pa.table({"label": scored["label"], "unreadable": pa.nulls(4, pa.string())})
     named = {f"p_{name}": f"predicted_{name}" for name in ("answer", "score")}
     whole = measured([scored.rename_columns(named)], known, spec).metrics
     rows = pq.read_table(tmp_path / "rows.parquet")
     assert whole["exact_match"].value == np.mean(rows["right"].to_pylist())
     assert whole["f1"].value == pytest.approx(1 - np.mean(rows["loss"].to_pylist()))
-
-
-def in_browser(folder: Path, content: str, width: int, expression: str) -> str:
-    """Return what JavaScript says about a page of this width: a script writes it into the document's title."""
-    content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", content)
-    shown = f"{content}<script>document.title={expression}</script>".replace("&", "&amp;").replace('"', "&quot;")
-    reading = "document.title=this.contentDocument.title"
-    page = folder / "outer.html"
-    page.write_text(f'<!doctype html><iframe srcdoc="{shown}" width={width} onload="{reading}"></iframe>')
-    command = [
-        "chromium",
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=4000",
-        "--dump-dom",
-    ]
-    command += [f"--user-data-dir={folder}/chrome", page.as_uri()]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r"<title>(.+?)</title>", dumped)
-    assert found is not None, dumped[:300]
-    return found[1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.usefixtures("page_libraries")
-def test_nothing_overflows_in_a_browser(tmp_path: Path, width: int) -> None:
-    slices = dict.fromkeys(NAMES, NAMES)
-    content = evaluated(tmp_path, 300, 3, [ATTACK, "שלום עולם", "unbroken" * 500, "plain"], slices)
-    needed, inside = in_browser(tmp_path, content, width, "document.documentElement.scrollWidth+' '+innerWidth").split()
-    assert int(needed) <= int(inside)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_the_page_of_a_cross_validation_fits_a_phone(tmp_path: Path) -> None:
-    """Its main number is long: a mean and its deviation."""
-    job = {"model": {"task": "text_classification", "base": "bert"}}
-    (tmp_path / FOLDS).write_text(json.dumps({"folds": 3, "job": job}))
-    result = {"metric": "macro_f1", "metrics": {"macro_f1": 0.5}, "deviations": {"macro_f1": 0.05}, "folds": []}
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    content = report(tmp_path).read_text()
-    assert "0.5000 ± 0.0500" in content
-    needed, inside = in_browser(tmp_path, content, 375, "document.documentElement.scrollWidth+' '+innerWidth").split()
-    assert int(needed) <= int(inside)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_a_printed_page_is_white_and_clips_nothing(tmp_path: Path) -> None:
-    """What holds in print holds always here, on the width of a sheet."""
-    content = evaluated(tmp_path, 400, 20, [ATTACK, "plain", "long " * 200])
-    content = content.replace("@media print{", "@media all{").replace("@media screen and", "@media print and")
-    clipped = "[...document.querySelectorAll('.wide,p')].filter(e=>e.scrollWidth>e.clientWidth+1).length"
-    folded = "[...document.querySelectorAll('details>div')].filter(e=>!e.getBoundingClientRect().height).length"
-    style = "getComputedStyle(document.body)"
-    found = in_browser(tmp_path, content, 700, f"[{clipped},{folded},{style}.backgroundColor,{style}.color].join()")
-    assert found == "0,0,rgb(255, 255, 255),rgb(0, 0, 0)"

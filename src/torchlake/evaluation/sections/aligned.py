@@ -48,10 +48,13 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
 
     Raises DataError if the evaluations have other rows.
     """
-    facts = [atomic_io.read_json(folder / FACTS) for folder in folders]
-    for one, name in zip(facts, names, strict=True):
+    facts = [facts_of(folder) for folder in folders]
+    for one, folder, name in zip(facts, folders, names, strict=True):
         if FILE not in one["files"] or one["kind"] == "language":
             raise UsageError(f"{name}: {one['made']['task']} without labels is not compared row by row.")
+        rows = folder / FILE
+        if not rows.is_file() or atomic_io.size_and_sha256(rows) != one["files"][FILE]:
+            raise DataError(f"{rows}: is missing, damaged or of another evaluation. Evaluate the model again.")
     tables = [_read(folder / FILE, one["made"]) for folder, one in zip(folders, facts, strict=True)]
     first, ids = tables[0], tables[0].column_names[0]
     usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()
@@ -78,6 +81,14 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
         for folder, one, table in zip(folders, facts, tables, strict=True)
     ]
     return sides, failed
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return the values of eval.json. Raises DataError for other JSON."""
+    facts = atomic_io.read_json(folder / FACTS)
+    if not isinstance(facts, dict) or facts.get("format") != 1:
+        raise DataError(f"{folder / FACTS}: is not of an evaluation. Evaluate the model again.")
+    return facts
 
 
 def _read(file: Path, made: Mapping[str, Any]) -> pa.Table:

@@ -7,6 +7,7 @@ something only on rows that the model was not trained on: `refuse_trained` looks
 """
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -112,14 +113,16 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         own = own.astype(np.float64)
         return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
     chances = chances.astype(np.float64)
-    from cleanlab import multilabel_classification, rank
-    from cleanlab.filter import find_label_issues
+    from cleanlab import filter, multilabel_classification, rank
 
-    if kind == "classes":
-        issue, quality = find_label_issues(targets, chances, n_jobs=1), rank.get_label_quality_scores(targets, chances)
-    else:
-        lists = [np.flatnonzero(row).tolist() for row in positive]
-        issue = find_label_issues(lists, chances, multi_label=True, n_jobs=1)
-        quality = multilabel_classification.get_label_quality_scores(lists, chances)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "May not flag all label issues")  # of classes with a row or none
+        if kind == "classes":
+            issue = filter.find_label_issues(targets, chances, n_jobs=1)
+            quality = rank.get_label_quality_scores(targets, chances)
+        else:
+            lists = [np.flatnonzero(row).tolist() for row in positive]
+            issue = multilabel_classification.filter.find_label_issues(lists, chances, n_jobs=1)
+            quality = multilabel_classification.get_label_quality_scores(lists, chances)
     how = f"confident learning (cleanlab {version('cleanlab')})"
     return how, {"label_quality": quality, "label_issue": issue, "suggested": suggested}
