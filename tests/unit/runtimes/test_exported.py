@@ -167,7 +167,7 @@ def test_nothing_is_printed(exported: Path, tmp_path: Path, capfd: pytest.Captur
 
 def test_nobody_is_told_that_openvino_is_used(exported: Path, tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom torchlake.models.load import load_spec\n"
+        "import sys\nfrom pathlib import Path\nfrom torchlake.models.spec import load_spec\n"
         "from torchlake.runtimes import openvino\n"
         f"folder = Path({str(exported)!r})\nopenvino.load(folder, load_spec(folder), device='cpu')\n"
         "print([name for name in sys.modules if name.startswith('openvino_telemetry')])"
