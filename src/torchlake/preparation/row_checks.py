@@ -175,7 +175,11 @@ class TrainingRows:
         taken = {name: array.take(place) for name, array in made.items()}
         for name in ("length", "cut"):
             taken[name] = pc.fill_null(taken[name], 0)
-        for name, values in self.checks.items():
+        # Parquet gives null lists of a fixed size back as lists of another size, which Arrow refuses.
+        matrices = {
+            name: one for name, one in self.features.arrays.items() if isinstance(one, np.ndarray) and one.ndim > 1
+        }
+        for name, values in {**self.checks, **matrices}.items():
             whole = np.zeros((count, *values.shape[1:]), values.dtype)
             whole[self.rows] = values
             taken[name] = to_arrow(whole, schema.field(name).type)
