@@ -60,6 +60,7 @@ def picture(title: str, seen: str, draw: Draw, size: tuple[float, float] = SIZE)
     drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r"<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", drawn, flags=re.DOTALL)  # rules for the whole page
+    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn)  # the same in every picture
     drawn = re.sub(r'^<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', drawn)
     drawn = FONT.sub(lambda found: f"font-size: {found[1]};" if found[1] else "", drawn)
     drawn = NUMBER.sub(lambda found: found[1] or f"{float(found[0]):.1f}", drawn)

@@ -95,7 +95,9 @@ def test_slices_of_any_name_and_of_many_values(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("page_libraries")
 def test_pictures_have_their_numbers_in_a_table(tmp_path: Path) -> None:
-    page = Page(made.page_of(tmp_path, 200, 2))
+    content = made.page_of(tmp_path, 200, 2)
+    page, ids = Page(content), re.findall(r'\sid="([^"]+)"', content)
+    assert len(ids) == len(set(ids))
     assert page.tags.count("figure") >= 5
     assert page.attributes.count(("role", "img")) == page.tags.count("figure")
     assert page.tags.count("details") > 4
