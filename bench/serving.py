@@ -4,10 +4,12 @@ MiniLM, reviews of mixed length, one text a request to /embed, fp32, one thread.
 contender answers in turn, and the first round does not count. CPU milliseconds of the server's process tree for a
 request, the lowest of the rounds: the load of the machine does not count. `predict` is the same work without a server:
 rows of the same texts in one call. `memory` is the tree's, in MB, at the end. `ready`: seconds of CPU until the first
-answer.
+answer. With `--overload SECONDS` torchlake alone gets twice the requests that it can answer, at fixed times, each on a
+new connection: how many it answers in a second beside its maximum, and the waits of those that it answers and refuses.
 """
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -25,14 +27,20 @@ from _environments import python_of
 os.environ.update(ONE_THREAD, TOKENIZERS_PARALLELISM="false")
 PEERS = {"sentence-transformers in FastAPI": ("main", "sentence_fastapi"), "LitServe": ("litserve", "litserve")}
 WAIT_S = 180
+REQUEST = b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=3, requests=256)
+    options = parser(__doc__ or "", rounds=3, requests=256, overload=0)
     given = options.parse_args()
     texts = pq.read_table(reviews() / "test.parquet")["text"].to_pylist()[: given.requests]
-    servers = dict(start())
+    servers = dict(start({} if given.overload else PEERS))
     try:
+        if given.overload:
+            _, port = servers["torchlake"]
+            row = asyncio.run(overload(port, texts, given.overload))
+            finish("serving_overload", [row], as_json=given.json, note=__doc__ or "")
+            return
         rows = [{"name": name, "ready": seconds(process), "lowest": {}} for name, (process, _) in servers.items()]
         for number in range(given.rounds + 1):
             for row in rows:
@@ -64,11 +72,11 @@ def note(lowest: dict[str, float], connections: int, used: float, waits: list[fl
         lowest[name], lowest[f"p50 at {connections}"] = used, sorted(waits)[len(waits) // 2] * 1e3
 
 
-def start() -> list[tuple[str, tuple[subprocess.Popen[bytes], int]]]:
-    """Start every server that can be started, and wait until each answers."""
+def start(peers: dict[str, tuple[str, str]]) -> list[tuple[str, tuple[subprocess.Popen[bytes], int]]]:
+    """Start torchlake and every peer that can be started, and wait until each answers."""
     folder, found = minilm(), []
     commands: dict[str, list[str]] = {}
-    for name, (environment, function) in {"torchlake": ("main", ""), **PEERS}.items():
+    for name, (environment, function) in {"torchlake": ("main", ""), **peers}.items():
         python, port = python_of(environment), str(free_port())
         if isinstance(python, str):
             print(f"{name}: {python}", file=sys.stderr)
@@ -116,16 +124,14 @@ def seconds(process: subprocess.Popen[bytes]) -> float:
 async def load(port: int, connections: int, texts: list[str]) -> tuple[int, list[float]]:
     """Send each text once over a number of connections; return the bytes of a reply, and the seconds of each answer."""
     left, size, waits = list(reversed(texts)), 0, []
-    import json
 
     async def client() -> None:
         nonlocal size
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while left:
             body = json.dumps({"inputs": left.pop()}).encode()
-            head = b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             began = time.perf_counter()
-            writer.write(head % len(body) + body)
+            writer.write(REQUEST % len(body) + body)
             answer = await reader.readuntil(b"\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200"), answer
             (length,) = (line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -135,6 +141,33 @@ async def load(port: int, connections: int, texts: list[str]) -> tuple[int, list
 
     await asyncio.gather(*(client() for _ in range(connections)))
     return size, waits
+
+
+async def overload(port: int, texts: list[str], seconds: int) -> dict[str, object]:
+    """Find the most answers in a second, and send twice as many requests for some seconds."""
+    await load(port, 64, texts)
+    began = time.perf_counter()
+    await load(port, 64, texts * 2)
+    most, waits = 2 * len(texts) / (time.perf_counter() - began), {200: [0.0], 429: [0.0]}
+
+    async def request(text: str) -> None:
+        asked = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST % (len(body := json.dumps({"inputs": text}).encode())) + body)
+        status = int((await reader.readuntil(b"\r\n\r\n")).split()[1])
+        waits[status].append(time.perf_counter() - asked)
+        writer.close()
+
+    began, tasks = time.perf_counter(), []
+    for number in range(int(2 * most * seconds)):
+        await asyncio.sleep(began + number / (2 * most) - time.perf_counter())
+        tasks.append(asyncio.create_task(request(texts[number % len(texts)])))
+    await asyncio.gather(*tasks)
+    taken = time.perf_counter() - began
+    found: dict[str, object] = {"name": "torchlake", "most/s": most, "goodput/s": (len(waits[200]) - 1) / taken}
+    for status, each in waits.items():
+        found |= {f"{status}": len(each) - 1, f"p99 of {status}, ms": sorted(each)[len(each) * 99 // 100] * 1e3}
+    return found
 
 
 def in_one_call(texts: list[str], rounds: int) -> dict[str, object]:

@@ -30,6 +30,13 @@ class Running:
     service: Service
     server: ServerProcess
     client: httpx.Client
+    thread: threading.Thread
+
+    def stopped(self) -> int:
+        """The exit code of a server that ends by itself."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self.server.status
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
@@ -77,7 +84,7 @@ def running(model: Path, *, load: dict[str, Any] | None = None, **options: Any) 
     thread.start()
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-            yield Running(f"http://127.0.0.1:{port}", port, server.service, server, client)
+            yield Running(f"http://127.0.0.1:{port}", port, server.service, server, client, thread)
     finally:
         server.handle_exit(signal.SIGTERM, None)
         thread.join(timeout=60)

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +35,8 @@ from torchlake.scoring.options.table import checked_input
 from torchlake.scoring.rows import ReadyRows, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.values import table_of
-from torchlake.scoring.workers.output import folded, joined
+from torchlake.scoring.workers.calls import Answered, answered, compute
+from torchlake.scoring.workers.output import folded
 from torchlake.serving.batching import CLOSED, Batcher, Call, Part
 from torchlake.tables.sources.frames import Frame, is_frame, to_arrow
 
@@ -50,17 +50,6 @@ Answer = dict[str, Any]
 ONE_ROW = np.ones(1, dtype=np.int64)
 "The cost of a call of the thread that tokenizes, which takes one after the other."
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answer to a call: the columns of `predict`, and what it cost."""
-
-    table: pa.Table
-    tokens: int
-    reading_s: float
-    queued_s: float
-    computed_s: float
 
 
 @shown
@@ -86,7 +75,7 @@ class Model:
                 return [call.work() for call, _ in parts]
 
         self.reader = Batcher(read, lambda: 1, done="read")
-        self.batcher = Batcher(partial(_compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
+        self.batcher = Batcher(partial(compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
         # Neither they nor their threads have a reference to this object, so a model that is dropped is freed.
         for each in (self.reader, self.batcher):
             weakref.finalize(self, each.close, wait=False)
@@ -160,7 +149,7 @@ class Model:
             read.ended = time.perf_counter()
         else:
             ((_, call),) = self.reader.result(read)
-        return _answered(read, call, self.batcher.result(call))
+        return answered(read, call, self.batcher.result(call))
 
     async def ascore(
         self,
@@ -178,7 +167,7 @@ class Model:
         read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
         ((_, call),) = await self.reader.aresult(read, patience)
         left = patience and max(0.0, patience - (read.started - read.arrived))
-        return _answered(read, call, await self.batcher.aresult(call, left))
+        return answered(read, call, await self.batcher.aresult(call, left))
 
     def _read(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions) -> Call:
         """Tokenize the rows of a table; return a call for the batcher."""
@@ -256,38 +245,6 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
-    """Return the answers of the rows of each call, computed together."""
-    view: CallOptions = parts[0][0].work[1]
-    works = [_some(call.work[0], rows) for call, rows in parts]
-    used = scorer if view is AS_LOADED else scorer_of(scorer, view)
-    table = used.score(joined(works))
-    scorer.batch_tokens = min(scorer.batch_tokens, used.batch_tokens)  # less after memory ran out
-    starts = np.cumsum([0, *(work.count for work in works)])
-    return [table.slice(start, work.count) for start, work in zip(starts, works, strict=False)]
-
-
-def _some(work: ReadyRows, rows: np.ndarray) -> ReadyRows:
-    """Return some of the rows (B,) of a call."""
-    if len(rows) == work.count:  # all, in their order
-        return work
-    place = np.full(work.count, -1, dtype=np.int64)
-    place[work.rows] = np.arange(len(work.rows))
-    found = place[rows]
-    errors = {at: work.errors[row] for at, row in enumerate(rows.tolist()) if row in work.errors}
-    return ReadyRows(len(rows), np.flatnonzero(found >= 0), work.features.take(found[found >= 0]), errors)
-
-
-def _answered(read: Call, call: Call, pieces: list[tuple[np.ndarray, Any]]) -> Answered:
-    """Return the pieces of a call's answer as one table, in the order of its rows."""
-    table = pieces[0][1]
-    if len(pieces) > 1:
-        order = np.argsort(np.concatenate([rows for rows, _ in pieces]))
-        table = pa.concat_tables([each for _, each in pieces]).take(pa.array(order))
-    queued_s = read.started - read.arrived + call.started - call.arrived
-    return Answered(table, call.tokens, read.ended - read.started, queued_s, call.ended - call.started)
 
 
 def load(

@@ -10,13 +10,11 @@ import hmac
 import logging
 import os
 import re
-import time
-import uuid
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -31,7 +29,7 @@ from torchlake.serving.options import ServeOptions
 from torchlake.serving.protocols import hub, openai, rows, tei
 from torchlake.serving.service import Service
 
-log = logging.getLogger("torchlake.requests")
+log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 OPEN = ("/health", "/ping")
@@ -153,9 +151,14 @@ async def _page(request: Request) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: "no such route", 405: "this route has another method"}
-    response = refusal(request.scope["path"], Refused(error.status_code, words.get(error.status_code, "refused")))
+    response = refusal(_path_of(request.scope), Refused(error.status_code, words.get(error.status_code, "refused")))
     response.headers.update(error.headers or {})
     return response
+
+
+def _path_of(scope: Any) -> str:
+    """Return the path of a request in this app, which may be mounted in another one."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
 
 
 class Gate:
@@ -175,15 +178,15 @@ class Gate:
         service.ensure_watching()
         if scope["method"] == "HEAD":  # the server leaves out the body
             scope = {**scope, "method": "GET"}
-        path, headers = scope["path"].removeprefix(scope.get("root_path", "")) or "/", dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        own = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        used = scope["torchlake"] = ServedRequest(service, service.model, own)
+        path, headers = _path_of(scope), dict(scope["headers"])
+        used = scope["torchlake"] = ServedRequest(service, service.model)
+        if REQUEST_ID.fullmatch(given := headers.get(b"x-request-id", b"")):
+            used.id = given
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
                 used.status = message["status"]
-                message = {**message, "headers": [*message["headers"], *_headers(used)]}
+                message = {**message, "headers": [*message["headers"], *used.headers()]}
             else:
                 used.complete = not message.get("more_body", False)
             await send(message)
@@ -212,7 +215,9 @@ class Gate:
             refused = as_refused(error, service.hung)
             used.kind = refused.kind
             if refused.status == 500:
-                logging.getLogger(__name__).exception("request %s", own.decode())
+                # Without its message, which may repeat a text.
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                log.error("request %s: %s\n%s", used.id.decode(), type(error).__name__, frames)
             refused.__traceback__ = None  # it would keep the model until garbage is collected
             if not used.status:
                 await refusal(path, refused)(scope, receive, answer)
@@ -221,7 +226,7 @@ class Gate:
             del scope["torchlake"]  # a connection keeps the scope, and a replaced model with it
             if watch is not None:
                 watch.cancel()
-            _record(used, getattr(scope.get("route"), "path", "other"), scope["method"])
+            used.record(getattr(scope.get("route"), "path", "other"), scope["method"])
 
     def _admit(self, path: str, method: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
         """Raise Refused for a request without the token, or while there is no room: before its body is read."""
@@ -276,29 +281,3 @@ async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) ->
 async def _never() -> None:
     """Wait until it is canceled: routes have the body from the exchange, and `_gone` waits for the end."""
     await asyncio.get_running_loop().create_future()
-
-
-def _headers(used: ServedRequest) -> list[tuple[bytes, bytes]]:
-    """Return the headers that all answers have."""
-    found = [(b"x-request-id", used.id), (b"x-model-sha", used.model.sha.encode())]
-    if used.rows:
-        names = {"tokenization": used.reading_s, "queue": used.queued_s, "inference": used.computed_s}
-        times = {**names, "total": time.perf_counter() - used.began}
-        found += [(f"x-{name}-time".encode(), b"%d" % round(seconds * 1000)) for name, seconds in times.items()]
-        found.append((b"x-compute-tokens", b"%d" % used.tokens))
-    if used.service.draining or used.status == 408:
-        found.append((b"connection", b"close"))
-    return found
-
-
-def _record(used: ServedRequest, route: str, method: str) -> None:
-    """Count the request and write its line: no texts, and no values of headers but the id."""
-    seconds = time.perf_counter() - used.began
-    used.service.metrics.count(route, used, seconds)
-    used.service.note_queue()
-    if log.isEnabledFor(logging.INFO):
-        line = {"time": round(time.time(), 3), "id": used.id.decode(), "method": method, "route": route}
-        line |= {"status": used.status, "rows": used.rows, "tokens": used.tokens}
-        names = {"total": seconds, "queue": used.queued_s, "tokenizing": used.reading_s, "model": used.computed_s}
-        line |= {f"{name}_ms": round(value * 1e3, 2) for name, value in names.items()}
-        log.info(orjson.dumps(line).decode())

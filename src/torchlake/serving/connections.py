@@ -14,15 +14,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from http import HTTPStatus
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from torchlake.serving.options import ServeOptions
+from torchlake.serving.exchange import Refused, ServedRequest, refusal
 from torchlake.serving.service import Service, renew
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,10 @@ class Connection(HttpToolsProtocol):
     def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
         super().__init__(config, *rest, **named)
         application: Any = config.app
-        self._options: ServeOptions = application.state.service.options
+        self._service: Service = application.state.service
+        self._options = self._service.options
         self._received, self._complete, self._ended = 0, False, False
+        self._data, self._again, self._upgrade = b"", b"", False
         self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,8 +69,10 @@ class Connection(HttpToolsProtocol):
         if self._late is None and self._complete and self.cycle.response_complete and self.cycle.more_body:
             # The rest of a body that was refused is read, so that its sender sees the answer, but not for long.
             self._wait(self.transport.close)
-        self._ended = False
-        super().data_received(data)
+        self._again = data
+        while self._again and not self.transport.is_closing():
+            self._ended, self._data, self._again = False, self._again, b""
+            super().data_received(self._data)
         if self._complete or self.transport.is_closing():
             return
         # Of a chunk that ends another request an unknown part belongs to these headers: the next chunks count.
@@ -79,6 +83,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._complete = True
         self._wait(None)
+        self._upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._upgrade:
+            return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
             self._too_large()
         elif not self.transport.is_closing():
@@ -90,8 +97,23 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._ended = True
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and not self._upgrade:
             super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Answer in HTTP/1.1 a request that offers another protocol, as clients of HTTP/2 do with their first one.
+
+        The parser has stopped before the body. A new one reads the request again, without the offer.
+        """
+        stopped, kept = sys.exception(), [(name, value) for name, value in self.headers if name != b"upgrade"]
+        assert stopped is not None
+        head = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self._again = head + _lines(kept) + self._data[stopped.args[0] :]
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
+        self._refuse(400, "this is not a request of HTTP/1.1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(None)
@@ -111,10 +133,14 @@ class Connection(HttpToolsProtocol):
         self._refuse(431, f"the headers are larger than {MAX_HEADERS:,} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        body = f'{{"error":"{message}","error_type":"{"Overloaded" if status == 503 else "Validation"}"}}'
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-        head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
-        self.transport.write(f"{head}{body}".encode())
+        """Answer before there is a request, and close the connection."""
+        refused = Refused(status, message, kind="Overloaded" if status == 503 else "Validation")
+        used, answer = ServedRequest(self._service, self._service.model), refusal("", refused)
+        used.status, used.kind = status, refused.kind
+        used.record("other", "")
+        own = (*used.headers()[:2], (b"connection", b"close"))
+        headers = [*self.server_state.default_headers, *answer.raw_headers, *own]
+        self.transport.write(STATUS_LINE[status] + _lines(headers) + answer.body)
         self.transport.close()
 
     @property
@@ -125,6 +151,11 @@ class Connection(HttpToolsProtocol):
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
         return not poll.poll(0)
+
+
+def _lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return headers as HTTP/1.1 writes them, and the empty line after them."""
+    return b"".join(b"%s: %s\r\n" % each for each in headers) + b"\r\n"
 
 
 class ServerProcess(uvicorn.Server):
@@ -140,6 +171,7 @@ class ServerProcess(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # requests that are refused have their own lines
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

@@ -5,7 +5,10 @@ A message says which row and field, and never repeats what was sent.
 
 import base64
 import json
+import logging
+import os
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 
     from torchlake.serving.service import Service
 
-KINDS = {400: "Empty", 424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
+log = logging.getLogger("torchlake.requests")
+
+KINDS = {424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
 "TEI's names of errors; Validation for other statuses."
 MLFLOW = {
     401: "UNAUTHENTICATED",
@@ -56,7 +61,7 @@ class ServedRequest:
 
     service: "Service"
     model: Model
-    id: bytes
+    id: bytes = field(default_factory=lambda: uuid.uuid4().hex.encode())
     status: int = 0
     "That of the answer, once it has begun; `complete`: once it has ended; `kind`: TEI's name of its error."
     kind: str = "Validation"
@@ -100,6 +105,30 @@ class ServedRequest:
         self.truncated += table["truncated"].to_pylist().count(True)
         return table
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that all answers have."""
+        found = [(b"x-request-id", self.id), (b"x-model-sha", self.model.sha.encode())]
+        if self.rows:
+            names = {"tokenization": self.reading_s, "queue": self.queued_s, "inference": self.computed_s}
+            times = {**names, "total": time.perf_counter() - self.began}
+            found += [(f"x-{name}-time".encode(), b"%d" % round(seconds * 1000)) for name, seconds in times.items()]
+            found.append((b"x-compute-tokens", b"%d" % self.tokens))
+        if self.service.draining or self.status == 408:
+            found.append((b"connection", b"close"))
+        return found
+
+    def record(self, route: str, method: str) -> None:
+        """Count the request and write its line: no texts, and no values of headers but the id."""
+        seconds = time.perf_counter() - self.began
+        self.service.metrics.count(route, self, seconds)
+        self.service.note_queue()
+        if log.isEnabledFor(logging.INFO):
+            line = {"time": round(time.time(), 3), "id": self.id.decode(), "method": method, "route": route}
+            line |= {"status": self.status, "rows": self.rows, "tokens": self.tokens}
+            names = {"total": seconds, "queue": self.queued_s, "tokenizing": self.reading_s, "model": self.computed_s}
+            line |= {f"{name}_ms": round(value * 1e3, 2) for name, value in names.items()}
+            log.info(orjson.dumps(line).decode())
+
 
 def parse_json(body: bytes) -> Any:
     """Return what a JSON text holds. Raises Refused for anything that is not JSON."""
@@ -109,7 +138,7 @@ def parse_json(body: bytes) -> Any:
             return orjson.loads(body)
         return json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not valid JSON in UTF-8", kind="Validation") from None
+        raise Refused(400, "the body is not valid JSON in UTF-8") from None
 
 
 def _refuse(constant: str) -> None:
@@ -137,7 +166,7 @@ def refusal(path: str, error: Refused) -> Response:
         kind = "server_error" if status >= 500 else "invalid_request_error"
         code = error.code or OPENAI.get(status)
         return reply({"error": {"message": message, "type": kind, "param": error.field, "code": code}}, status, headers)
-    if path.startswith("/invocations"):
+    if path.startswith("/invocations") or path == os.environ.get("AIP_PREDICT_ROUTE"):
         code = MLFLOW.get(status, "INTERNAL_ERROR" if status >= 500 else "BAD_REQUEST")
         return reply({"error_code": code, "message": message}, status, headers)
     return reply({"error": message, "error_type": error.kind}, status, headers)

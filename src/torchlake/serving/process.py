@@ -6,6 +6,7 @@ meanwhile. When none can be started, the server ends.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -126,6 +127,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         made.close()
         if isinstance(error, PermissionError):
             raise UsageError(f"port: {port} needs more rights than this user has; choose one from 1024 on") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"host: {host!r} is not an address of this machine ({error.strerror})") from None
         raise PortTaken(f"port {port} of {host} is taken ({error.strerror}); choose another one with --port") from None
     made.setblocking(False)
     return made

@@ -29,12 +29,10 @@ import tiny
 import torchlake as tl
 from serving_runs import Running, Stuck, free_port, running, started, until
 from torchlake.cli.main import main
-from torchlake.errors import PortTaken, TorchlakeError, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
 from torchlake.serving import asgi
-from torchlake.serving.options import ServeOptions
-from torchlake.serving.process import _supervise, address_of, listen, pause, try_out
+from torchlake.serving.process import _supervise
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -118,6 +116,39 @@ def test_a_request_has_to_arrive_in_time(impatient: Running, data: bytes) -> Non
     assert impatient.client.get("/health").status_code == 200
 
 
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+BODY = b'{"inputs": "good"}'
+
+
+@pytest.mark.parametrize("cut", [0, 20, -40, -1])
+@pytest.mark.parametrize("offer", [H2C, b"upgrade: websocket\r\nconnection: upgrade\r\n"], ids=["h2c", "websocket"])
+def test_a_request_that_offers_another_protocol_is_answered_with_its_body(
+    server: Running, offer: bytes, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    length = POST + b"content-length: 18\r\n"
+    data = length + offer + b"\r\n" + BODY + length + b"connection: close\r\n\r\n" + BODY
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(data[:cut])
+        assert server.client.get("/health").status_code == 200  # it has read the first part
+        connection.sendall(data[cut:])
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200 OK") == 2
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_many_offers_in_one_packet_are_answered(server: Running) -> None:
+    one = b"GET /health HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(one * 1500 + GET + b"connection: close\r\n\r\n")
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200 OK") == 1501
+
+
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(GET + b"x-request-id: one\r\n\r\n" + GET + b"x-request-id: two\r\nconnection: close\r\n\r\n")
@@ -169,6 +200,21 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
         assert rows == [1, 1]
     finally:
         batcher._compute = compute
+
+
+def test_a_client_that_goes_while_its_rows_are_computed_harms_no_other(tiny_model: Path) -> None:
+    with running(tiny_model) as server, ThreadPoolExecutor(1) as pool:
+        stuck = Stuck(server.service.model.batcher)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as gone:
+            gone.sendall(POST + b"content-length: 18\r\n\r\n" + BODY)
+            assert stuck.entered.wait(30)
+            other = pool.submit(server.post, "/predict", {"inputs": "good"})
+            until(lambda: server.service.model.batcher.queued == 1)
+        until(lambda: server.service.metrics.failure.labels("Gone")._value.get() == 1)
+        stuck.permit.set()
+        assert other.result().status_code == 200
+        until(lambda: not server.service.tasks)
+        assert server.service.model.batcher.queued_tokens == 0
 
 
 THREADS = pytest.mark.parametrize(("thread", "done"), [("reader", "read"), ("batcher", "computed")])
@@ -274,6 +320,23 @@ def test_a_signal_waits_in_a_process_that_loads_its_model() -> None:
         assert next(code for _, kind, code in events if kind == "exit") == 0
 
 
+def test_what_is_refused_before_it_is_a_request_is_counted_and_logged(
+    impatient: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = impatient.service.metrics.failure.labels("Validation")._value.get()
+    with caplog.at_level(logging.INFO):
+        sent = [b"unrepeatable\r\n\r\n", GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n", GET]
+        answers = [impatient.raw(data) for data in sent]
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [(line["route"], line["status"]) for line in lines] == [("other", 400), ("other", 431), ("other", 408)]
+    assert impatient.service.metrics.failure.labels("Validation")._value.get() == before + 3
+    for line, answer in zip(lines, answers, strict=True):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert f"x-request-id: {line['id']}".encode() in head
+        assert json.loads(body).keys() == {"error", "error_type"}
+    assert "unrepeatable" not in caplog.text
+
+
 def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchlake.requests"):
         server.post("/predict", {"inputs": "unrepeatable"}, headers={"authorization": "unrepeatable"})
@@ -362,36 +425,6 @@ def test_a_replaced_model_is_freed_without_a_collection_of_garbage(tiny_model: P
             until(lambda: old() is None)
         finally:
             gc.enable()
-
-
-def test_a_port_that_is_taken_and_options_that_make_no_sense(
-    server: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(PortTaken, match=f"port {server.port} of 127.0.0.1 is taken") as raised:
-        listen("127.0.0.1", server.port)
-    assert raised.value.exit_code == 2
-    for options, words in (
-        ({"max_rows": 0}, "max_rows: must be at least 1"),
-        ({"queue_timeout": 0.0}, "queue_timeout: must be at least 0.001"),
-        ({"api_key": ""}, "API key"),
-        ({"port": 99999}, "port: must be at most 65535"),
-        ({"max_body": "large"}, "max_body: 'large' is not an amount"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            ServeOptions(**options)  # type: ignore[arg-type]
-    assert (pause(0), pause(1), pause(5000)) == (0, 1, 60)
-    with listen("::1", 0) as other:
-        assert address_of(other) == f"http://[::1]:{other.getsockname()[1]}"
-    assert main(["try", "a model", "--host", "0.0.0.0"]) == 64
-    assert "try is for this machine" in capsys.readouterr().err
-
-
-def test_try_closes_its_socket_if_there_is_no_model(tmp_path: Path) -> None:
-    options = ServeOptions(port=free_port(), page=True)
-    with pytest.raises(TorchlakeError) as raised:
-        try_out(tmp_path, options=options, read=input)
-    listen("127.0.0.1", options.port).close()  # while `raised` keeps what the failed call had
-    assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.slow

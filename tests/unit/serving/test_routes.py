@@ -211,6 +211,11 @@ def test_texts_times_labels_are_limited(tmp_path: Path, tiny_bert: Path) -> None
             response = server.post("/", body)
             assert response.status_code == status, response.text
             assert status == 200 or "texts times labels; the limit is 6" in response.json()["error"]
+        odd = json.dumps({"candidate_labels": ["a", "\ud800"]}), json.dumps({"hypothesis_template": "\ud800 {}"})
+        for given in odd:
+            content, headers = f'{{"inputs": "a", "parameters": {given}}}', {"content-type": "application/json"}
+            refused = server.client.post("/", content=content, headers=headers)
+            assert (refused.status_code, "should be a valid string" in refused.json()["error"]) == (422, True)
         raw = server.post("/predict", {"inputs": "a", "raw_scores": True})
         assert (raw.status_code, "raw_scores" in raw.json()["error"]) == (422, True)
 
@@ -299,6 +304,9 @@ def test_pairs_are_pairs(pairs: Running) -> None:
     assert near(ranked.json(), [{"index": at, "score": scores[at], "text": ["film", "bore"][at]} for at in order])
     assert pairs.post("/predict", {"inputs": "good"}).status_code == 422
     assert pairs.post("/rerank", {"query": " ", "texts": ["film"]}).json()["error"] == "query: it has no text"
+    content, headers = b'{"query": "\\ud800", "texts": ["film"]}', {"content-type": "application/json"}
+    odd = pairs.client.post("/rerank", content=content, headers=headers)
+    assert (odd.status_code, odd.json()) == (422, {"error": "query: bad_utf8", "error_type": "Tokenizer"})
     records = [{"query": "good", "passage": "film"}, {"query": "a"}]
     answers = pairs.post("/invocations", {"dataframe_records": records}).json()["predictions"]
     assert near(answers[0], expected[0])
@@ -386,7 +394,9 @@ def test_tokens_facts_headers_and_metrics(classes: Running) -> None:
     assert "te_batch_next_tokens_bucket" in metrics
     assert "_total" not in metrics
     assert "_created" not in metrics
-    paths = classes.client.get("/openapi.json").json()["paths"]
+    described = classes.client.get("/openapi.json")
+    assert "$ref" not in described.text
+    paths = described.json()["paths"]
     assert "post" in paths["/invocations"]
     assert "requestBody" in paths["/predict"]["post"]
 
@@ -483,6 +493,9 @@ def test_routes_of_vertex_ai(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) 
         assert server.post("/predict", {"instances": ["good"]}).status_code == 401
         key = {"authorization": "Bearer secret"}
         assert server.post("/predict", {"instances": ["good"]}, headers=key).json()["predictions"][0]["error"] is None
+        refused = server.post("/predict", {"instances": 7}, headers=key)
+        assert (refused.status_code, refused.json()["error_code"]) == (400, "BAD_REQUEST")
+        assert 'te_request_failure{err="Validation"}' in server.client.get("/metrics", headers=key).text
 
 
 def test_models_that_write_are_refused(tiny_gpt2: Path) -> None:
@@ -500,5 +513,7 @@ def test_an_app_is_mounted_in_another_one(tiny_model: Path) -> None:
     parent.mount("/model", tl.serving.app(tiny_model))
     client = TestClient(parent)
     assert client.get("/model/health").status_code == 200
+    missing: httpx.Response = client.get("/model/v1/nothing")  # type: ignore[assignment]
+    assert missing.json()["error"]["code"] == "not_found"
     answer: httpx.Response = client.post("/model/invocations", json={"instances": ["good film"]})  # type: ignore[assignment]
     assert answer.json()["predictions"][0]["error"] is None

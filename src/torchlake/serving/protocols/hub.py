@@ -1,6 +1,6 @@
 """`POST /`, which Hugging Face's InferenceClient calls, for every task, in the form that it parses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import Field
@@ -10,6 +10,9 @@ from torchlake.errors import UsageError
 from torchlake.serving.exchange import Refused, ServedRequest, reply
 from torchlake.serving.protocols.tei import EmbedBody, SimilarityBody, embed, similarity
 from torchlake.serving.protocols.texts import Body, TruncatingBody, checked, classes_of, rows_of, scored, view_of
+
+Name = Annotated[str, Field(min_length=1)]
+"A string that is checked: also that it is Unicode."
 
 
 class RootBody(TruncatingBody):
@@ -29,8 +32,8 @@ class ClassParameters(Body):
 class NameParameters(Body):
     """The parameters of POST / for classes that the request names."""
 
-    candidate_labels: list[str] | None = None
-    hypothesis_template: str | None = None
+    candidate_labels: list[Name] | None = None
+    hypothesis_template: Name | None = None
     multi_label: bool | None = None
 
 

@@ -210,7 +210,7 @@ def as_texts(values: Sequence[Any], errors: dict[int, str], where: Callable[[int
     good: list[str | None] = []
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, str):
-            raise Refused(400, f"{where(row)}: expected a string, got {_kind(value)}", kind="Validation")
+            raise Refused(400, f"{where(row)}: expected a string, got {_kind(value)}")
         if value is not None and not value.isascii():
             try:
                 value.encode()

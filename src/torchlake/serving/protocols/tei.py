@@ -17,6 +17,7 @@ from torchlake.serving.protocols.rows import as_texts
 from torchlake.serving.protocols.texts import (
     Body,
     TruncatingBody,
+    checked,
     classes_of,
     embedded,
     labels_of,
@@ -64,7 +65,7 @@ class SimilarityBody(Body):
     """The body of /similarity."""
 
     inputs: dict[Literal["source_sentence", "sentences"], str | list[str]]
-    parameters: PromptedBody | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):
@@ -110,7 +111,11 @@ async def rerank(used: ServedRequest, body: RerankBody) -> Any:
     except UsageError as error:
         raise Refused(424, f"the model is not a re-ranker: {error}") from None
     if not body.query.strip() and used.model._settings.null == "error":
-        raise Refused(400, "query: it has no text", field="query")
+        raise Refused(400, "query: it has no text", kind="Empty", field="query")
+    errors: dict[int, str] = {}
+    as_texts([body.query], errors, str)
+    if errors:
+        raise Refused(422, "query: bad_utf8", kind="Tokenizer", field="query")
     rows = [(body.query, text) for text in body.texts]
     # Outputs of a regression on no scale are logits: TEI gives their sigmoid.
     logits = spec.problem == "regression" and spec.activation is None and spec.mean is None
@@ -130,7 +135,7 @@ async def similarity(used: ServedRequest, body: SimilarityBody) -> Any:
         raise Refused(
             422, "inputs: expected source_sentence, a string, and sentences, a list of strings", field="inputs"
         )
-    options = body.parameters or PromptedBody()
+    options = checked(PromptedBody, body.parameters or {}, "parameters")
     vectors = await embedded(used, [source, *sentences], "inputs", options, prompt_name=options.prompt_name)
     return (vectors[1:] @ vectors[0]).astype(np.float32)
 

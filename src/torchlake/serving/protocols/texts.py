@@ -144,7 +144,7 @@ def rows_of(spec: TaskSpec, inputs: Any) -> tuple[list[tuple[Any, ...]], bool]:
 async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: str, view: CallOptions) -> pa.Table:
     """Return the prediction columns of rows. Raises Refused if there are none, and for one that cannot be scored."""
     if not rows:
-        raise Refused(400, f"{field}: is empty", field=field)
+        raise Refused(400, f"{field}: is empty", kind="Empty", field=field)
     if IMAGE in plugins.load("tasks", used.model.spec.task).inputs:  # a string would be the path of a file
         raise Refused(424, "the model reads images; use /invocations")
     errors: dict[int, str] = {}
