@@ -52,9 +52,9 @@ def aligned(folders: Sequence[Path], names: Sequence[str]) -> tuple[list[JudgedR
     for one, folder, name in zip(facts, folders, names, strict=True):
         if FILE not in one["files"] or one["kind"] == "language":
             raise UsageError(f"{name}: {one['made']['task']} without labels is not compared row by row.")
-        rows = folder / FILE
-        if not rows.is_file() or atomic_io.size_and_sha256(rows) != one["files"][FILE]:
-            raise DataError(f"{rows}: is missing, damaged or of another evaluation. Evaluate the model again.")
+        file = folder / FILE
+        if not file.is_file() or atomic_io.size_and_sha256(file) != one["files"][FILE]:
+            raise DataError(f"{file}: is missing, damaged or of another evaluation. Evaluate the model again.")
     tables = [_read(folder / FILE, one["made"]) for folder, one in zip(folders, facts, strict=True)]
     first, ids = tables[0], tables[0].column_names[0]
     usable, failed = np.ones(len(first), dtype=bool), list[FailedRows]()

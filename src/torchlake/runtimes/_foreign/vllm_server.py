@@ -36,7 +36,7 @@ def versions(imported: bool) -> dict[str, str]:
 
 def _distribution() -> str:
     """Return the name of the package that vLLM was installed from: builds for CPUs have names of their own."""
-    if importlib.util.find_spec("vllm") is None or next(importlib.metadata.distributions(name="vllm"), None):
+    if importlib.util.find_spec("vllm") is None or any(importlib.metadata.distributions(name="vllm")):
         return "vllm"
     return importlib.metadata.packages_distributions()["vllm"][0]  # half a second: it reads what each package has
 
