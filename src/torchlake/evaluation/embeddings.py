@@ -232,7 +232,7 @@ def before_training(
     try:
         base = base_folder(load_job(run / "job.yaml").model.base)
         if base is None or {"model": model_hash(base)} != atomic_io.read_json(run / run_folder.BASE):
-            raise DataError("it is another one than when the run began")
+            raise DataError("it has changed since the run began")
         if not all(len(names) == 1 and names[0] in found.scored.column_names for names in texts):
             raise DataError("it reads the text of one column, which the report has to keep")
         if len(found.vectors) > BASELINE_PAIRS:
