@@ -118,8 +118,8 @@ class StructuredOutputsConfig:
 }
 
 
-def install(folder: Path) -> str:
-    """Make a virtual environment without pip, with the package and the metadata of three, and return its Python."""
+def install(folder: Path, package: str = "vllm") -> str:
+    """Make a virtual environment without pip, with vLLM and the metadata of three packages, and return its Python."""
     import venv
 
     venv.create(folder, with_pip=False, symlinks=True)
@@ -128,7 +128,8 @@ def install(folder: Path) -> str:
         path = site / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    for name, version in (("vllm", "0.33.0"), ("torch", "2.14.0"), ("transformers", "5.17.0")):
+    for name, version in ((package, "0.33.0"), ("torch", "2.14.0"), ("transformers", "5.17.0")):
         (site / f"{name}-{version}.dist-info").mkdir()
         (site / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (site / f"{package}-0.33.0.dist-info" / "top_level.txt").write_text("vllm\n")
     return str(folder / "bin" / Path(sys.executable).name)

@@ -56,6 +56,14 @@ def test_a_kill_at_a_step_costs_no_result(
     assert_same_run(tmp_path / "run", whole)
 
 
+def test_three_ranks_that_are_killed_go_on_with_the_same_bytes(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """The sum of three numbers depends on their order, so the first step of a resumed run shows how it is made."""
+    runs.succeed(tmp_path / "whole", sections, ranks=3)
+    runs.attempt(tmp_path / "run", sections, ranks=3, failpoint="rank0.step:8:kill9")
+    runs.succeed(tmp_path / "run", sections, ranks=3)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_killed_again_and_again_while_it_resumes(tmp_path: Path, sections: dict[str, Any], whole: Path) -> None:
     """Twice within one epoch too."""
     for nth in (5, 3, 1, 4):

@@ -215,7 +215,7 @@ class Gate:
             refused = as_refused(error, service.hung)
             used.kind = refused.kind
             if refused.status == 500:
-                # Without its message, which may repeat a text.
+                # Without its message, which may repeat what a row says.
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 log.error("request %s: %s\n%s", used.id.decode(), type(error).__name__, frames)
             refused.__traceback__ = None  # it would keep the model until garbage is collected

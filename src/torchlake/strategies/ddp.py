@@ -68,7 +68,21 @@ def wrap(
     module = DistributedDataParallel(computed, bucket_cap_mb=train.ddp.bucket_mib, **options)
     if train.ddp.compress != "none":
         module.register_comm_hook(None, HOOKS[train.ddp.compress])
+    _fix_buckets(module)
     return module, make_optimizer(model)
+
+
+def _fix_buckets(module: DistributedDataParallel) -> None:
+    """Have DDP order its buckets now, by a backward pass of zeros through all parameters, the last one first.
+
+    Else it does so after the first step. Where an element is in its bucket decides in which order three or more ranks
+    are summed, so a run that is resumed would take its first step with other sums than the run that was not killed.
+    """
+    weights = [one for one in module.parameters() if one.requires_grad]
+    module.reducer.prepare_for_backward([])
+    torch.stack([one.flatten()[:1].sum() * 0 for one in weights]).sum().backward()
+    for one in weights:
+        one.grad = None
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:

