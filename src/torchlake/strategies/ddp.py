@@ -76,7 +76,7 @@ def _fix_buckets(module: DistributedDataParallel) -> None:
     """Have DDP order its buckets now, by a backward pass of zeros through all parameters, the last one first.
 
     Else it does so after the first step. Where an element is in its bucket decides in which order three or more ranks
-    are summed, so a run that is resumed would take its first step with other sums than the run that was not killed.
+    are summed, so the first step of a resumed run would have sums that differ from those of a run that was not killed.
     """
     weights = [one for one in module.parameters() if one.requires_grad]
     module.reducer.prepare_for_backward([])
