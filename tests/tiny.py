@@ -122,16 +122,21 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_encoder(
-    folder: Path, *, dropout: float = 0.0, kind: Literal["bert", "distilbert", "roberta"] = "bert", seed: int = 0
+    folder: Path,
+    *,
+    dropout: float = 0.0,
+    kind: Literal["bert", "distilbert", "roberta"] = "bert",
+    hidden_size: int = 32,
+    seed: int = 0,
 ) -> Path:
     """An encoder without a head in `folder`: what a job fine-tunes. Same seed, same bytes."""
     tokenizer = bpe_tokenizer() if kind == "roberta" else wordpiece_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
+        "hidden_size": hidden_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "intermediate_size": 64,
+        "intermediate_size": 2 * hidden_size,
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
         "pad_token_id": tokenizer.pad_token_id,

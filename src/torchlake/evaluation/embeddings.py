@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake import atomic_io, plugins
+from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.errors import DataError, TorchlakeError, UsageError
@@ -231,7 +231,7 @@ def before_training(
         return {}
     try:
         base = base_folder(load_job(run / "job.yaml").model.base)
-        if base is None or {"model": model_hash(base)} != atomic_io.read_json(run / run_folder.BASE):
+        if base is None or not run_folder.began_with(run, model_hash(base)):
             raise DataError("it has changed since the run began")
         if not all(len(names) == 1 and names[0] in found.scored.column_names for names in texts):
             raise DataError("it reads the text of one column, which the report has to keep")

@@ -80,12 +80,11 @@ def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], sprea
     if json.loads(stored.schema.metadata[b"outcome"]) != result["metrics"]:
         log.info("%s: has no page of its validation rows: they are not those of the best step", run)
         return
-    name = next(reversed(stored_tables(job)))
+    name, table = next(reversed(stored_tables(job).items()))
     folder = run / PAGE
     folder.mkdir(exist_ok=True)
     atomic_io.remove([folder / FACTS])
-    table, options = stored_tables(job)[name], read_options_of(job, name)
-    source = open_table(table, columns=spec.columns, options=options, spread=spread)
+    source = open_table(table, columns=spec.columns, options=read_options_of(job, name), spread=spread)
     inputs = [column for column in spec.input_columns if not is_content(source.schema.field(column).type)]
     columns = RowColumns(key=job.data.key, label=spec.label, prefix=PREFIX, inputs=inputs)
     wanted = dict.fromkeys([*([job.data.key] if job.data.key else []), str(spec.label), *inputs])

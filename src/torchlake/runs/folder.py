@@ -210,15 +210,19 @@ def check_base(folder: Path, base: Path | None, base_hash: str, *, begun: bool) 
     path = folder / BASE
     if base is None:
         return
-    found = {"model": base_hash}
     if begun and path.exists():
-        if atomic_io.read_json(path) != found:
+        if not began_with(folder, base_hash):
             raise FingerprintError(
                 f"{folder}: the run began with another base model than the one that is in {base} now. Put the first "
                 "one back, or train in a new run folder (--run FOLDER)."
             )
     elif not begun:
-        atomic_io.write_json(path, found, site="run.base")
+        atomic_io.write_json(path, {"model": base_hash}, site="run.base")
+
+
+def began_with(folder: Path, base_hash: str) -> bool:
+    """Return whether the run began with the base model that has this hash, as it recorded."""
+    return bool(atomic_io.read_json(folder / BASE) == {"model": base_hash})
 
 
 def is_trained(folder: Path, job: Job) -> bool:

@@ -81,8 +81,7 @@ def _fix_buckets(module: DistributedDataParallel) -> None:
     weights = [one for one in module.parameters() if one.requires_grad]
     module.reducer.prepare_for_backward([])
     torch.stack([one.flatten()[:1].sum() * 0 for one in weights]).sum().backward()
-    for one in weights:
-        one.grad = None
+    module.zero_grad()
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
