@@ -1,7 +1,5 @@
 """Iceberg tables: snapshots, partitions, changed columns, deletes, refusals; pyiceberg and DuckDB read them too."""
 
-import time
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -15,15 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
-from pyiceberg import manifest
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.table.snapshots import Operation, Snapshot, Summary
-from pyiceberg.table.update import AddSnapshotUpdate, AssertRefSnapshotId, SetSnapshotRefUpdate
 from pyiceberg.transforms import BucketTransform, IdentityTransform
 from pyiceberg.types import DoubleType, LongType, StringType
 from pyiceberg.utils.config import Config
 
 from folder_writes import write_transaction
+from iceberg_deletes import delete_rows
 from torchlake.errors import TableError, Unavailable
 from torchlake.outputs.parts import part_name
 from torchlake.tables.chunks import plan_chunks
@@ -34,12 +30,6 @@ from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 
 NAME = "iceberg:lake.films.reviews"
-POSITIONS = pa.schema(
-    [
-        pa.field("file_path", pa.string(), nullable=False, metadata={"PARQUET:field_id": "2147483546"}),
-        pa.field("pos", pa.int64(), nullable=False, metadata={"PARQUET:field_id": "2147483545"}),
-    ]
-)
 
 
 @pytest.fixture
@@ -67,65 +57,6 @@ def read(source: str, *columns: str) -> pa.Table:
 
 def rows(table: pa.Table) -> list[str]:
     return sorted(map(repr, table.to_pylist()))
-
-
-def delete_rows(table: Any, path: str, places: list[int], *, equality: bool = False) -> None:
-    """Commit a snapshot with a delete file for one data file, by the specification: pyiceberg writes none."""
-    io, metadata, current = table.io, table.metadata, table.current_snapshot()
-    snapshot_id, location = metadata.new_snapshot_id(), f"{table.location()}/{{}}/{uuid.uuid4()}"
-    deletes = location.format("data") + "-deletes.parquet"
-    content = pa.table({"file_path": [path] * len(places), "pos": places}, schema=POSITIONS)
-    with io.new_output(deletes).create() as stream:
-        pq.write_table(content, stream)
-    data_file = manifest.DataFile.from_args(
-        content=manifest.DataFileContent.EQUALITY_DELETES if equality else manifest.DataFileContent.POSITION_DELETES,
-        file_path=deletes,
-        file_format=manifest.FileFormat.PARQUET,
-        partition=next(iter(table.scan().plan_files())).file.partition,
-        record_count=len(places),
-        file_size_in_bytes=len(io.new_input(deletes)),
-        equality_ids=[1] if equality else None,
-    )
-    data_file.spec_id = table.spec().spec_id
-
-    class Deletes(manifest.ManifestWriterV2):
-        def content(self) -> manifest.ManifestContent:
-            return manifest.ManifestContent.DELETES
-
-        @property
-        def _meta(self) -> dict[str, str]:
-            return {**super()._meta, "content": "deletes"}
-
-    output = io.new_output(location.format("metadata") + "-deletes.avro")
-    with Deletes(table.spec(), table.schema(), output, snapshot_id, "null") as writer:
-        writer.add_entry(
-            manifest.ManifestEntry.from_args(
-                status=manifest.ManifestEntryStatus.ADDED, snapshot_id=snapshot_id, data_file=data_file
-            )
-        )
-    listed = location.format("metadata") + "-list.avro"
-    number = metadata.last_sequence_number + 1
-    with manifest.write_manifest_list(
-        2, io.new_output(listed), snapshot_id, current.snapshot_id, number, "null"
-    ) as listing:
-        listing.add_manifests([*current.manifests(io), writer.to_manifest_file()])
-    snapshot = Snapshot(
-        snapshot_id=snapshot_id,
-        parent_snapshot_id=current.snapshot_id,
-        sequence_number=number,
-        timestamp_ms=max(time.time_ns() // 10**6, metadata.last_updated_ms + 1),
-        manifest_list=listed,
-        summary=Summary(Operation.DELETE),
-        schema_id=metadata.current_schema_id,
-    )
-    with table.transaction() as transaction:
-        transaction._apply(
-            (
-                AddSnapshotUpdate(snapshot=snapshot),
-                SetSnapshotRefUpdate(ref_name="main", type="branch", snapshot_id=snapshot_id),
-            ),
-            (AssertRefSnapshotId(ref="main", snapshot_id=current.snapshot_id),),
-        )
 
 
 def test_a_snapshot_is_read_and_recorded(catalog: SqlCatalog) -> None:

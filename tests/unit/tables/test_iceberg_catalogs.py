@@ -20,10 +20,11 @@ from pyiceberg.typedef import IcebergBaseModel
 from pyiceberg.types import DecimalType, LongType, NestedField, StringType
 from pyiceberg.utils.config import Config
 
+import iceberg_deletes
 import iceberg_rest
 import tiny
 import torchlake as tl
-from torchlake.errors import TableError
+from torchlake.errors import OutputError, TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.selection.options import Selection
@@ -101,26 +102,47 @@ def test_what_duckdb_writes_and_deletes_is_read_alike(
     assert read("iceberg:local.db.t").sort_by("id") == found
 
 
-@pytest.mark.parametrize("first", [10, 8], ids=["whole files", "half a file"])
-def test_rows_of_an_output_that_duckdb_deleted_are_written_again(lake: SqlCatalog, first: int) -> None:
-    """DuckDB marks deleted rows, and leaves their files."""
+def made_for_deletes(lake: SqlCatalog) -> None:
     schema = pa.schema([("id", pa.int64()), ("same", pa.string()), ("error", pa.string())])
     lake.create_table("db.t", schema, properties={f"write.{one}.mode": "merge-on-read" for one in ("delete", "update")})
 
-    def write(batch: int) -> None:
-        rows = pa.table({"id": [*range(batch * 10, batch * 10 + 10)]})
-        given: dict[str, Any] = {"columns": ["id"], "version": "1", "chunk_rows": 5, "commit_id": str(batch)}
-        schema = {"same": pa.string()}
-        tl.map(double, rows, "iceberg:local.db.t", schema=schema, key="id", mode="append", engine=tiny.Here(), **given)
 
-    write(0)
-    write(1)
+def write_batch(batch: int) -> tl.Scored:
+    """Append ten rows as a commit of its own."""
+    rows = pa.table({"id": [*range(batch * 10, batch * 10 + 10)]})
+    given: dict[str, Any] = {"columns": ["id"], "version": "1", "chunk_rows": 5, "commit_id": str(batch)}
+    schema = {"same": pa.string()}
+    return tl.map(
+        double, rows, "iceberg:local.db.t", schema=schema, key="id", mode="append", engine=tiny.Here(), **given
+    )
+
+
+@pytest.mark.parametrize("first", [10, 8], ids=["whole files", "half a file"])
+def test_rows_of_an_output_that_duckdb_deleted_are_written_again(lake: SqlCatalog, first: int) -> None:
+    """DuckDB marks deleted rows, and leaves their files."""
+    made_for_deletes(lake)
+    write_batch(0)
+    write_batch(1)
     with duckdb_on(pyiceberg.catalog.load_catalog("remote").properties["uri"]) as connection:
         connection.execute(f"DELETE FROM lake.db.t WHERE id >= {first}")
     assert tl.verify("iceberg:local.db.t").rows_out == first
     for _ in range(2):
-        write(1)
+        write_batch(1)
         assert sorted(read("iceberg:local.db.t")["id"].to_pylist()) == [*range(first), *range(10, 20)]
+
+
+def test_an_output_with_equality_deletes_is_not_taken_for_complete(lake: SqlCatalog) -> None:
+    """They name values, not rows: new batches are added, and a repeated one cannot be judged."""
+    made_for_deletes(lake)
+    write_batch(0)
+    table = lake.load_table("db.t")
+    iceberg_deletes.delete_rows(table, next(iter(table.scan().plan_files())).file.file_path, [0], equality=True)
+    write_batch(1)
+    for _ in range(2):
+        with pytest.raises(OutputError, match=r"equality deletes.*Compact the table.*cannot be told which rows"):
+            write_batch(1)
+    with pytest.raises(OutputError, match=r"equality deletes"):
+        tl.verify("iceberg:local.db.t")
 
 
 def double() -> Callable[[pa.Table], pa.Table]:

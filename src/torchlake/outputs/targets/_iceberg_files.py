@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import OutputError, TableError
+from torchlake.errors import OutputError, TableError, Unavailable
 from torchlake.outputs.grouping import partition_text
 from torchlake.outputs.parts import Part
 from torchlake.outputs.rewrite import LiveFile
@@ -111,13 +111,20 @@ def has_deletes(table: Any) -> bool:
 
 
 def deleted_rows(table: Any) -> dict[str, int]:
-    """Return how many rows of a data file are deleted, by its path; none if equality deletes, which name no file."""
+    """Return how many rows of a data file are deleted, by its path.
+
+    Raises OutputError if equality deletes leave open which rows are.
+    """
     if not has_deletes(table):
         return {}
     try:
         tasks = source.planned_files(table, table.current_snapshot().snapshot_id, str(table.name()))
-    except TableError:
-        return {}
+    except Unavailable:
+        raise
+    except TableError as error:
+        raise OutputError(
+            f"{error} Until then it cannot be told which rows of earlier jobs the table still has."
+        ) from error
     return {
         path: int.from_bytes(bits, "little").bit_count() for path, bits in source.deleted_rows(table, tasks).items()
     }

@@ -240,8 +240,7 @@ def planned_files(table: Any, snapshot: int, name: str) -> list[Any]:
         if "equality deletes" not in str(error):
             raise TableError(f"{name}@{snapshot}: cannot be planned: {first_line(error)}.") from error
         raise TableError(
-            f"{name}@{snapshot}: has equality deletes, which are not supported. Compact the table "
-            "(rewrite_data_files), and give the new snapshot."
+            f"{name}@{snapshot}: has equality deletes, which are not supported. Compact the table (rewrite_data_files)."
         ) from error
     except OSError as error:
         raise Unavailable(f"{name}@{snapshot}: its manifests cannot be read: {first_line(error)}.") from error
