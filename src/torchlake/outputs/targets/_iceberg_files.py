@@ -123,7 +123,7 @@ def deleted_rows(table: Any) -> dict[str, int]:
         raise
     except TableError as error:
         raise OutputError(
-            f"{error} Until then it cannot be told which rows of earlier jobs the table still has."
+            f"{error} Until then it is not known which rows of earlier jobs the table still has."
         ) from error
     return {
         path: int.from_bytes(bits, "little").bit_count() for path, bits in source.deleted_rows(table, tasks).items()
