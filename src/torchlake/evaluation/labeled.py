@@ -90,6 +90,8 @@ class Measuring:
     "How a model writes that is measured by what it writes; its columns as the caller names them."
     asked: Mapping[str, Any]
     "All arguments of the caller."
+    validation_of: Any = None
+    "The table of which these are the validation rows."
 
     @property
     def spread(self) -> Spread:
@@ -128,9 +130,15 @@ class Measuring:
     @property
     def named(self) -> Any:
         """The table as the caller names it."""
-        if isinstance(self.table, list | tuple):
-            return [str(one) for one in self.table]
-        return str(self.table) if isinstance(self.table, str | Path) else f"a {type(self.table).__name__} in memory"
+        table = self.table if self.validation_of is None else self.validation_of
+        if isinstance(table, list | tuple):
+            return [str(one) for one in table]
+        return str(table) if isinstance(table, str | Path) else f"a {type(table).__name__} in memory"
+
+    @property
+    def trained_on(self) -> list[Path]:
+        """The files with the hashes of the rows that the model was trained on."""
+        return [] if self.validation_of is not None else training_hashes(self.folder)
 
     def made(self, spec: TaskSpec) -> dict[str, Any]:
         """Return how the evaluation is made."""
@@ -139,10 +147,11 @@ class Measuring:
             "model_sha256": model_hash(self.folder),
             "task": spec.task,
             "table": self.named,
+            **({} if self.validation_of is None else {"rows": "the validation rows"}),
             **({} if spec.label is None else {"label": spec.label}),
             "columns": list(spec.input_columns),
             **{name: str(value) for name, value in {**self.read, **self.writing}.items() if value is not None},
-            **({} if (command := as_command(self.asked)) is None else {"command": command}),
+            **({} if not self.asked or (command := as_command(self.asked)) is None else {"command": command}),
         }
 
 
@@ -195,7 +204,8 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
         refuse_slices(source.schema, request.slices)
         shown = [name for name in inputs if not (request.no_texts or is_content(source.schema.field(name).type))]
         columns = RowColumns(key=request.key, label=spec.label, prefix=PREFIX, slices=request.slices, inputs=shown)
-        trained = [] if writes or "image" in plugins.load("tasks", spec.task).inputs else training_hashes(job.folder)
+        images = "image" in plugins.load("tasks", spec.task).inputs
+        trained = [] if writes or images else job.trained_on
         known = labels_of(source, spec, job.spread, hashed=bool(trained))
         kept = list(dict.fromkeys([spec.label, *columns.copied.values()]))
         more = {} if writes else {"token_counts": True}
