@@ -105,8 +105,9 @@ def evaluate(
         refuse_seed_alone(read)
     refuse_unable(runtime, spec.task)
     writing |= {"text": text, "inputs": inputs} if writes else {}
-    job = Measuring(own, table, task, engine, runtime, reading, read, writing, asked)
-    if request is not None and request.label_hints:
+    hints = request is not None and request.label_hints
+    job = Measuring(own, table, task, engine, runtime, reading, read, writing, asked, label_hints=hints)
+    if hints:
         refuse_trained(own, table)
     if isinstance(known, FeatureExtraction):
         return measure_vectors(job, spec, columns, label, request)

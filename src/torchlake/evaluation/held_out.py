@@ -147,9 +147,10 @@ def _measure(run: Path, job: Job, spec: TaskSpec, engine: Engine) -> None:
         read={},
         writing={} if writing is None else {"max_new_tokens": writing.max_new_tokens},
         asked={},
+        label_hints=_kind(spec) == "spans",
         validation_of=table,
     )
-    request = ReportRequest(folder=run / PAGE, key=key or "row_id", overwrite=True)
+    request = ReportRequest(folder=run / PAGE, key=key or "row_id", overwrite=True, label_hints=measuring.label_hints)
     if spec.task == EMBEDS:
         columns = {"text": spec.text, "text_pair": spec.text_pair, "inputs": None}
         evaluate.measure_vectors(measuring, load_spec(run / "model"), columns, spec.label, request)

@@ -39,6 +39,7 @@ from torchlake.evaluation.sections.rows import (
     write_rows,
 )
 from torchlake.evaluation.sections.slices import refuse_slices
+from torchlake.evaluation.sections.words import word_hints
 from torchlake.evaluation.writing import estimator
 from torchlake.metrics import (
     MAX_RANKED_CLASSES,
@@ -90,6 +91,8 @@ class Measuring:
     "How a model writes that is measured by what it writes; its columns as the caller names them."
     asked: Mapping[str, Any]
     "All arguments of the caller."
+    label_hints: bool = False
+    "Whether the probabilities of all tags of words are kept."
     validation_of: Any = None
     "The table of which these are the validation rows."
 
@@ -110,7 +113,8 @@ class Measuring:
         """Score a frame, or a stored table into an output, with all probabilities."""
         columns: dict[str, Any] = dict(self.writing)
         if not _writes(spec):
-            columns = {"text": spec.text or None, "inputs": spec.inputs, "all_probabilities": True}
+            columns = {"text": spec.text or None, "inputs": spec.inputs}
+            columns["all_probabilities"] = self.label_hints or kind_of(spec) != "spans"
             columns |= {} if spec.text_pair is None else {"text_pair": spec.text_pair}
         score: Any = predicting.predict  # a frame alone, or a table and an output
         return score(self.folder, *arguments, **self.scoring, **columns, **more)
@@ -185,7 +189,8 @@ def _writes(spec: TaskSpec) -> bool:
 
 
 def _scored_columns(spec: TaskSpec) -> list[str]:
-    schema = plugins.load("tasks", spec.task).output_schema(spec, ColumnOptions(all_probabilities=True))
+    options = ColumnOptions(all_probabilities=kind_of(spec) != "spans")
+    schema = plugins.load("tasks", spec.task).output_schema(spec, options)
     return [*(PREFIX + name for name in schema.names), "error"]
 
 
@@ -193,7 +198,9 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     """Measure a table with labels and write the report; `output` keeps the scored rows until it is complete."""
     kind, writes, folder = kind_of(spec), _writes(spec), request.folder
     if request.label_hints and kind not in KINDS:
-        raise UsageError(f"label_hints: labels are judged of classes, one or several; {spec.task} predicts {kind}.")
+        raise UsageError(
+            f"label_hints: labels are judged of classes, one or several, and of spans; {spec.task} predicts {kind}."
+        )
     assert spec.label is not None, "there is a label to measure by"
     with spooled(job.table, output) as stored:
         inputs = spec.input_columns
@@ -213,7 +220,10 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     files, names, by = committed_files(output), _scored_columns(spec), None
     found = measured(scored_parts(files, names), known, spec)
     if request.label_hints:
-        by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
+        if kind == "spans":
+            by, hints = word_hints(scored_parts(files, [*names, f"{PREFIX}words"]), known["label"], spec, PREFIX)
+        else:
+            by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
     if trained:
         columns = replace(
