@@ -4,10 +4,8 @@ The model has two layers of 32 numbers, so scoring is as cheap as it gets, and t
 All runs are processes of their own, on one worker; CPU time is user and system time of the process and its workers.
 """
 
-import multiprocessing
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import SCRATCH, arguments, finish, random_model
+from _fresh import alone
 
 FOLDER = SCRATCH / "evaluation_page"
+LIMIT_S = 900.0
 LABELS = ["LABEL_0", "LABEL_1"]
 WORDS = ("a", "the", "film", "story", "good", "bad", "dull", "bright", "long", "short", "is", "was", "and", "but")
 
@@ -47,36 +47,28 @@ def model(seed: int) -> Path:
     return folder
 
 
-def evaluated(rows: int, seed: int, report: str | None) -> None:
+def evaluated(rows: int, seed: int, report: str | None) -> dict[str, Any]:
     """Evaluate, with a page or without."""
     import torchlake as tl
 
     more: dict[str, Any] = {} if report is None else {"report": FOLDER / report, "key": "id"}
     tl.evaluate(model(seed), texts(rows), label="label", engine=tl.Local(processes=1), **more)
+    return cost()
 
 
-def compared() -> None:
+def compared() -> dict[str, Any]:
     """Compare the two evaluations, with a page."""
     import torchlake as tl
 
     tl.compare(FOLDER / "one", FOLDER / "other", report=FOLDER / "compared")
+    return cost()
 
 
-def cost(name: str, work: Callable[..., None], *given: Any) -> dict[str, Any]:
-    """The CPU time and the peak memory of a process that does the work."""
-    reader, writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_costed, args=(writer, work, given))
-    process.start()
-    found = reader.recv()
-    process.join()
-    return {"name": name, **found}
-
-
-def _costed(writer: Any, work: Callable[..., None], given: tuple[Any, ...]) -> None:
-    work(*given)
+def cost() -> dict[str, Any]:
+    """The CPU time of this process and its workers so far, and its peak memory."""
     own, workers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = sum(each.ru_utime + each.ru_stime for each in (own, workers))
-    writer.send({"cpu_s": round(seconds, 1), "peak_mb": round(own.ru_maxrss / 1024)})
+    return {"cpu_s": round(seconds, 1), "peak_mb": round(own.ru_maxrss / 1024)}
 
 
 def main() -> None:
@@ -87,14 +79,16 @@ def main() -> None:
         shutil.rmtree(FOLDER / stale, ignore_errors=True)
     rows = options.rows
     texts(rows), model(0), model(1)
-    found = [
-        {"rows": rows, **cost("evaluate", evaluated, rows, 0, None)},
-        {"rows": rows, **cost("evaluate with a page", evaluated, rows, 0, "one")},
-    ]
+    out = FOLDER / "cost.json"
+    work: dict[str, Any] = {
+        "evaluate": (evaluated, rows, 0, None),
+        "evaluate with a page": (evaluated, rows, 0, "one"),
+        "the same of another model": (evaluated, rows, 1, "other"),
+        "compare": (compared,),
+    }
+    found = [{"name": name, "rows": rows, **alone(*one, out=out, limit_s=LIMIT_S)} for name, one in work.items()]
     found[1]["ratio"] = round(found[1]["cpu_s"] / found[0]["cpu_s"], 2)
-    evaluated(rows, 1, "other")
-    found.append({"rows": rows, **cost("compare", compared)})
-    for line, folder in ((1, "one"), (2, "compared"), (3)):
+    for line, folder in ((1, "one"), (3, "compared")):
         found[line]["html_kb"] = max(path.stat().st_size for path in (FOLDER / folder).glob("*.html")) // 1000
     finish("evaluation_page", found, as_json=options.json)
 
