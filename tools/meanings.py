@@ -29,7 +29,7 @@ OUTPUTS: list[tuple[str, Any, tuple[str, ...], bool]] = [
     ("text_classification", "regression", (), False),
     ("text_generation", "next_token", (), False),
     ("feature_extraction", "feature_extraction", (), False),
-    ("token_classification", "spans", (), False),
+    ("token_classification", "spans", (), True),
     ("question_answering", "answer", (), False),
     ("text2text_generation", "text", (), False),
 ]
@@ -44,6 +44,7 @@ COLUMNS = {
     "Of classes that differ in case or blanks only, the second ends with `_2`.",
     "prediction": "The predicted number, in the units of the training labels.",
     "embedding": "The vector of the text; all of a model have the same size.",
+    "words": "The words of the text, and the probabilities of all tags, in order; with `--all-probabilities` only.",
     "spans": "The labeled spans of the text, in characters, or in words of a list of words; `end` is exclusive.",
     "answer": "The part of the text that answers the question; null if the model finds no answer.",
     "start": "The answer's first character.",

@@ -286,7 +286,7 @@ class PredictOptions(
 ):
     """The options of `predict` besides columns, runtime and engine; its docstring describes them."""
 
-    all_probabilities: Annotated[bool, _output(None, "Add a column with the probability of each class.")]
+    all_probabilities: Annotated[bool, _output(None, "Add the probabilities of all classes, or of all tags of words.")]
     token_counts: Annotated[bool, _output(None, "Add a column with the number of tokens of each row.")]
     embedding: Annotated[
         Literal["float32", "int8", "binary"],

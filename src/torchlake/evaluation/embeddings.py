@@ -41,6 +41,8 @@ VECTOR, TOKENS = f"{PREFIX}embedding", f"{PREFIX}tokens"
 RESAMPLES = 200
 BASELINE_PAIRS = 20_000
 "Pairs up to which second texts are searched by words in common, and both are scored by the base model, in memory."
+BASELINE_AFTER_TRAINING = 2_000
+"The same for the base model where nobody has asked for the page."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."
@@ -222,7 +224,12 @@ def words_in_common(found: MeasuredPairs, text: Sequence[str], second: Sequence[
 
 
 def before_training(
-    found: MeasuredPairs, model: Path, spec: TaskSpec, score: Predict, texts: tuple[Sequence[str], Sequence[str]]
+    found: MeasuredPairs,
+    model: Path,
+    spec: TaskSpec,
+    score: Predict,
+    texts: tuple[Sequence[str], Sequence[str]],
+    most: int = BASELINE_PAIRS,
 ) -> dict[str, Any]:
     """Return the section `untrained`: the metrics of the base of the run that the model is from, or why they are left
     out. Empty for a model in no run. `score` is `predict` with its options."""
@@ -235,8 +242,8 @@ def before_training(
             raise DataError("it has changed since the run began")
         if not all(len(names) == 1 and names[0] in found.scored.column_names for names in texts):
             raise DataError("it reads the text of one column, which the report has to keep")
-        if len(found.vectors) > BASELINE_PAIRS:
-            raise DataError(f"there are more than {BASELINE_PAIRS:,} pairs")
+        if len(found.vectors) > most:
+            raise DataError(f"there are more than {most:,} pairs")
         rows, sides = found.scored.filter(pa.array(found.usable)), []
         for (name,) in texts:
             scored = score(base, rows.select([name]), text=name, max_length=spec.max_length)

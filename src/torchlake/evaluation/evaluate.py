@@ -18,7 +18,14 @@ from torchlake.config.options import AnswerArguments, ReadArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import UsageError
-from torchlake.evaluation.embeddings import before_training, measure_pairs, pair_rows, words_in_common
+from torchlake.evaluation.embeddings import (
+    BASELINE_AFTER_TRAINING,
+    BASELINE_PAIRS,
+    before_training,
+    measure_pairs,
+    pair_rows,
+    words_in_common,
+)
 from torchlake.evaluation.labeled import Measuring, measure_labeled
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
@@ -98,11 +105,12 @@ def evaluate(
         refuse_seed_alone(read)
     refuse_unable(runtime, spec.task)
     writing |= {"text": text, "inputs": inputs} if writes else {}
-    job = Measuring(own, table, task, engine, runtime, reading, read, writing, asked)
-    if request is not None and request.label_hints:
+    hints = request is not None and request.label_hints
+    job = Measuring(own, table, task, engine, runtime, reading, read, writing, asked, label_hints=hints)
+    if hints:
         refuse_trained(own, table)
     if isinstance(known, FeatureExtraction):
-        return _of_vectors(job, spec, columns, label, request)
+        return measure_vectors(job, spec, columns, label, request)
     if (pairs := pairs_spec(spec, text, inputs)) is not None and label is None and text_pair is None:
         measure = partial(measure_preferences, own, table, pairs, reference=reference, engine=engine, options=reading)
         return _described(job, pairs, measure, request)
@@ -133,10 +141,10 @@ def _described(
     return replace(found, report=request.folder)
 
 
-def _of_vectors(
+def measure_vectors(
     job: Measuring, spec: TaskSpec, columns: Mapping[str, Any], label: str | None, request: ReportRequest | None
 ) -> Evaluation:
-    """Measure the vectors of pairs of texts."""
+    """Measure the vectors of pairs of texts, and write the report if one is asked for."""
     spec = with_columns(spec, job.folder, text=columns["text"], inputs=columns["inputs"])
     score: Callable[..., Any] = partial(predicting.predict, job.folder, **job.scoring)
     pair = columns["text_pair"]
@@ -162,6 +170,9 @@ def _of_vectors(
         about: dict[str, Any] = {"identity": identity, "made": made, "slices": names}
         sides = as_columns(spec.text), second
         again: Callable[..., Any] = partial(predicting.predict, **{**job.scoring, "task": job.task or spec.task})
-        about["sections"] = words_in_common(found, *sides) | before_training(found, job.folder, spec, again, sides)
+        most = BASELINE_PAIRS if job.validation_of is None else BASELINE_AFTER_TRAINING
+        about["sections"] = words_in_common(found, *sides) | before_training(
+            found, job.folder, spec, again, sides, most
+        )
         publish(request.folder, done.to_json(), kind="vectors", **about)
     return replace(done, report=request.folder)

@@ -1,15 +1,18 @@
-"""The page of a run's validation rows, `eval/` in the run folder, from the answers of the best validation.
+"""The page of a run's validation rows, `eval/` in the run folder.
 
     rank 0 stores the answers at each best validation -> after the training, texts and labels are read for those rows
+    other answers: after the training, the best model is measured on a copy of those rows, as by `evaluate`
 
-Nothing is computed by the model again. Tasks whose answers are one number, or one per class, have the page.
+Answers of one number, or one per class, are stored, and the model computes nothing again. Spans, answers in texts,
+vectors and losses of texts cost one more pass over the validation rows, on the run's engine.
 """
 
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,18 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io, plugins
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import TorchlakeError
-from torchlake.evaluation.report import FACTS, publish
+from torchlake.data import loading
+from torchlake.data.copies import divide
+from torchlake.engines import Engine
+from torchlake.errors import Interrupted, TorchlakeError
+from torchlake.evaluation.report import FACTS, ReportRequest, publish
 from torchlake.evaluation.sections.hints import KINDS, hints_of
 from torchlake.evaluation.sections.judged import JudgedRows, read_judged
 from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, judged_parts, kind_of, write_rows
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts
 from torchlake.models.folders import model_hash
+from torchlake.models.spec import EMBEDS, load_spec
 from torchlake.runs.tables import read_options_of, stored_tables
 from torchlake.scoring.workers.output import non_finite_rows
 from torchlake.storage.spread import Spread
@@ -35,6 +42,7 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import Table, open_table
 from torchlake.tasks import ColumnOptions
 
@@ -47,12 +55,15 @@ PREFIX = "predicted_"
 
 def has_page(spec: TaskSpec) -> bool:
     """Return whether the task's answers are one number, or one per class, of labeled rows."""
-    if spec.label is None or not hasattr(plugins.load("tasks", spec.task), "probability_names"):
-        return False
+    labeled = spec.label is not None and hasattr(plugins.load("tasks", spec.task), "probability_names")
+    return labeled and _kind(spec) in ("classes", "labels", "number")
+
+
+def _kind(spec: TaskSpec) -> str | None:
     try:
-        return kind_of(spec) in ("classes", "labels", "number")
+        return kind_of(spec)
     except TorchlakeError:  # a task that trains only
-        return False
+        return None
 
 
 def store(run: Path, outcome: Mapping[str, float], numbers: np.ndarray, answers: np.ndarray) -> None:
@@ -65,25 +76,106 @@ def store(run: Path, outcome: Mapping[str, float], numbers: np.ndarray, answers:
     atomic_io.write_bytes(run / STORED, out.getvalue(), site="run.validation")
 
 
-def write_page(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], spread: Spread) -> None:
-    """Write the page of the best validation's rows, if there was one. A failure is a warning: the model is trained."""
-    if not (run / STORED).is_file():
-        return
+def write_page(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], engine: Engine) -> str | None:
+    """Write the page of the validation rows of the best model, if there are any; return why if it is not written.
+
+    A failure is a warning: the model is trained.
+    """
+    atomic_io.remove([run / PAGE / FACTS])  # of the model before more epochs
+    if job.data.validation is None:
+        return None
     try:
-        _write(run, job, spec, result, spread)
+        why = _left_out(run, job, spec, result)
+        if why is None and has_page(spec):
+            _write(run, job, spec, result, engine.spread)
+        elif why is None:
+            _measure(run, job, spec, engine)
+        return None if why is None else f"There is no page: {why}."
+    except Interrupted:
+        raise
     except Exception as error:
         log.warning("%s: the page of the validation rows was not written: %s: %s", run, type(error).__name__, error)
+        return f"The page was not written: {type(error).__name__}: {error}"
+
+
+def _left_out(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any]) -> str | None:
+    """Return why the rows of a run have no page."""
+    task = plugins.load("tasks", spec.task)
+    if has_page(spec):
+        stored = run / STORED
+        outcome = pq.read_schema(stored).metadata[b"outcome"] if stored.is_file() else b"{}"
+        return None if json.loads(outcome) == result["metrics"] else "the answers of the best step are not stored"
+    if spec.task == "preference":
+        return "the metrics of the validation are all that is measured of pairs of answers"
+    if task.generates and not task.packs and job.train.validate_writing is None:
+        return "it takes long to write all texts; set train.validate_writing, or run torchlake evaluate"
+    if not (task.packs or task.generates or spec.task == EMBEDS or _kind(spec) in ("spans", "answers")):
+        return f"the task {spec.task} does not measure single rows"
+    return None
+
+
+def _measure(run: Path, job: Job, spec: TaskSpec, engine: Engine) -> None:
+    """Write the page as `evaluate` does, of a copy of the validation rows, which is removed then."""
+    from torchlake.evaluation import evaluate, labeled, perplexity
+
+    name, table = next(reversed(stored_tables(job).items()))
+    key, writing = job.data.key, job.train.validate_writing if spec.label is not None else None
+    prepared = _prepared(run, name, ["row_id", "error"])
+    places = np.flatnonzero(prepared["error"].is_null().to_numpy())
+    if name == "train":
+        loading.build_cache(run / "prepared" / name, run / "cache" / name)
+        hashes = loading.open_tokens(run / "cache" / name).hashes
+        assert hashes is not None, "prepared with the rows"
+        places = places[divide(job, None, hashes)[1]]  # these tasks have no classes, by which rows are stratified
+    if writing is not None:
+        places = places[np.unique(np.linspace(0, len(places) - 1, min(writing.rows, len(places))).astype(np.int64))]
+    source = open_table(table, columns=spec.columns, options=read_options_of(job, name), spread=engine.spread)
+    wanted = tuple(dict.fromkeys([*([key] if key else []), *spec.columns]))
+    rows = _rows_at(source, wanted, places, engine.spread)
+    if key is None:
+        rows = _with_ids(rows, prepared["row_id"].take(pa.array(places)))
+    first = next(rows)
+    measuring = labeled.Measuring(
+        folder=run / "model",
+        table=pa.RecordBatchReader.from_batches(
+            first.schema, (batch for part in chain([first], rows) for batch in part.to_batches())
+        ),
+        task=None,
+        engine=engine,
+        runtime=None,
+        options=ReadOptions(),
+        read={},
+        writing={} if writing is None else {"max_new_tokens": writing.max_new_tokens},
+        asked={},
+        label_hints=_kind(spec) == "spans",
+        validation_of=table,
+    )
+    request = ReportRequest(folder=run / PAGE, key=key or "row_id", overwrite=True, label_hints=measuring.label_hints)
+    if spec.task == EMBEDS:
+        columns = {"text": spec.text, "text_pair": spec.text_pair, "inputs": None}
+        evaluate.measure_vectors(measuring, load_spec(run / "model"), columns, spec.label, request)
+    else:
+        measure = perplexity.measure_texts if spec.label is None else labeled.measure_labeled
+        measure(measuring, load_spec(run / "model"), request)
+
+
+def _with_ids(parts: Iterator[pa.Table], ids: pa.ChunkedArray) -> Iterator[pa.Table]:
+    first = 0
+    for part in parts:
+        yield part.add_column(0, "row_id", ids.slice(first, len(part)))
+        first += len(part)
+
+
+def _prepared(run: Path, name: str, columns: Sequence[str]) -> pa.Table:
+    return pa.concat_tables(pq.read_table(file, columns=columns) for file in committed_files(run / "prepared" / name))
 
 
 def _write(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], spread: Spread) -> None:
+    """Write the page from the stored answers."""
     stored = pq.read_table(run / STORED)
-    if json.loads(stored.schema.metadata[b"outcome"]) != result["metrics"]:
-        log.info("%s: has no page of its validation rows: they are not those of the best step", run)
-        return
     name, table = next(reversed(stored_tables(job).items()))
     folder = run / PAGE
     folder.mkdir(exist_ok=True)
-    atomic_io.remove([folder / FACTS])
     source = open_table(table, columns=spec.columns, options=read_options_of(job, name), spread=spread)
     inputs = [column for column in spec.input_columns if not is_content(source.schema.field(column).type)]
     columns = RowColumns(key=job.data.key, label=spec.label, prefix=PREFIX, inputs=inputs)
@@ -143,10 +235,7 @@ def _scored(
     rows_at: Callable[[np.ndarray], Iterator[pa.Table]],
 ) -> pa.Table:
     """Return the validation rows as `predict` writes them, with their inputs and labels."""
-    prepared = pa.concat_tables(
-        pq.read_table(file, columns=["row_id", "length", "cut", "error"])
-        for file in committed_files(run / "prepared" / name)
-    )
+    prepared = _prepared(run, name, ["row_id", "length", "cut", "error"])
     trained = np.flatnonzero(prepared["error"].is_null().to_numpy())
     places = trained[stored["number"].to_numpy()]
     about = prepared.take(pa.array(places))

@@ -39,6 +39,7 @@ from torchlake.evaluation.sections.rows import (
     write_rows,
 )
 from torchlake.evaluation.sections.slices import refuse_slices
+from torchlake.evaluation.sections.words import word_hints
 from torchlake.evaluation.writing import estimator
 from torchlake.metrics import (
     MAX_RANKED_CLASSES,
@@ -90,6 +91,10 @@ class Measuring:
     "How a model writes that is measured by what it writes; its columns as the caller names them."
     asked: Mapping[str, Any]
     "All arguments of the caller."
+    label_hints: bool = False
+    "Whether the probabilities of all tags of words are kept."
+    validation_of: Any = None
+    "The table of which these are the validation rows."
 
     @property
     def spread(self) -> Spread:
@@ -108,7 +113,8 @@ class Measuring:
         """Score a frame, or a stored table into an output, with all probabilities."""
         columns: dict[str, Any] = dict(self.writing)
         if not _writes(spec):
-            columns = {"text": spec.text or None, "inputs": spec.inputs, "all_probabilities": True}
+            columns = {"text": spec.text or None, "inputs": spec.inputs}
+            columns["all_probabilities"] = self.label_hints or kind_of(spec) != "spans"
             columns |= {} if spec.text_pair is None else {"text_pair": spec.text_pair}
         score: Any = predicting.predict  # a frame alone, or a table and an output
         return score(self.folder, *arguments, **self.scoring, **columns, **more)
@@ -128,9 +134,15 @@ class Measuring:
     @property
     def named(self) -> Any:
         """The table as the caller names it."""
-        if isinstance(self.table, list | tuple):
-            return [str(one) for one in self.table]
-        return str(self.table) if isinstance(self.table, str | Path) else f"a {type(self.table).__name__} in memory"
+        table = self.table if self.validation_of is None else self.validation_of
+        if isinstance(table, list | tuple):
+            return [str(one) for one in table]
+        return str(table) if isinstance(table, str | Path) else f"a {type(table).__name__} in memory"
+
+    @property
+    def trained_on(self) -> list[Path]:
+        """The files with the hashes of the rows that the model was trained on."""
+        return [] if self.validation_of is not None else training_hashes(self.folder)
 
     def made(self, spec: TaskSpec) -> dict[str, Any]:
         """Return how the evaluation is made."""
@@ -139,10 +151,11 @@ class Measuring:
             "model_sha256": model_hash(self.folder),
             "task": spec.task,
             "table": self.named,
+            **({} if self.validation_of is None else {"rows": "the validation rows"}),
             **({} if spec.label is None else {"label": spec.label}),
             "columns": list(spec.input_columns),
             **{name: str(value) for name, value in {**self.read, **self.writing}.items() if value is not None},
-            **({} if (command := as_command(self.asked)) is None else {"command": command}),
+            **({} if not self.asked or (command := as_command(self.asked)) is None else {"command": command}),
         }
 
 
@@ -176,7 +189,8 @@ def _writes(spec: TaskSpec) -> bool:
 
 
 def _scored_columns(spec: TaskSpec) -> list[str]:
-    schema = plugins.load("tasks", spec.task).output_schema(spec, ColumnOptions(all_probabilities=True))
+    options = ColumnOptions(all_probabilities=kind_of(spec) != "spans")
+    schema = plugins.load("tasks", spec.task).output_schema(spec, options)
     return [*(PREFIX + name for name in schema.names), "error"]
 
 
@@ -184,7 +198,9 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     """Measure a table with labels and write the report; `output` keeps the scored rows until it is complete."""
     kind, writes, folder = kind_of(spec), _writes(spec), request.folder
     if request.label_hints and kind not in KINDS:
-        raise UsageError(f"label_hints: labels are judged of classes, one or several; {spec.task} predicts {kind}.")
+        raise UsageError(
+            f"label_hints: labels are judged of classes, one or several, and of spans; {spec.task} predicts {kind}."
+        )
     assert spec.label is not None, "there is a label to measure by"
     with spooled(job.table, output) as stored:
         inputs = spec.input_columns
@@ -195,7 +211,8 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
         refuse_slices(source.schema, request.slices)
         shown = [name for name in inputs if not (request.no_texts or is_content(source.schema.field(name).type))]
         columns = RowColumns(key=request.key, label=spec.label, prefix=PREFIX, slices=request.slices, inputs=shown)
-        trained = [] if writes or "image" in plugins.load("tasks", spec.task).inputs else training_hashes(job.folder)
+        images = "image" in plugins.load("tasks", spec.task).inputs
+        trained = [] if writes or images else job.trained_on
         known = labels_of(source, spec, job.spread, hashed=bool(trained))
         kept = list(dict.fromkeys([spec.label, *columns.copied.values()]))
         more = {} if writes else {"token_counts": True}
@@ -203,7 +220,10 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     files, names, by = committed_files(output), _scored_columns(spec), None
     found = measured(scored_parts(files, names), known, spec)
     if request.label_hints:
-        by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
+        if kind == "spans":
+            by, hints = word_hints(scored_parts(files, [*names, f"{PREFIX}words"]), known["label"], spec, PREFIX)
+        else:
+            by, hints = hints_of(pa.concat_tables(scored_parts(files, names)), known["label"], spec, kind, PREFIX)
         columns = replace(columns, hints=hints)
     if trained:
         columns = replace(

@@ -113,7 +113,8 @@ def _word(value: Any, *, escaped: bool = False) -> str | None:
 def provenance_of(scored: Path) -> dict[str, Any]:
     """Return where and how a scored table was made, from its record."""
     record = read_commit(scored)
-    found = {**record.get("provenance", {}), "versions of the table": record.get("sources")}
+    stored = [one for one in record.get("sources") or () if one.get("kind") != "stream"]
+    found = {**record.get("provenance", {}), "versions of the table": stored or None}
     names = ("versions of the table", "engine", "runtime", "cpu", "seconds")
     return {name: found[name] for name in names if found.get(name) is not None}
 
@@ -172,6 +173,8 @@ def publish(
     `sections` are those that do not follow from the rows.
     """
     rows = folder / FILE
+    for name in (FILE, PAGE, FACTS):
+        atomic_io.remove(atomic_io.stale_temporaries(folder / name))  # of a killed process
     found, truncated = dict[str, Any](), None
     if rows.is_file():
         judged = read_judged(rows, kind, evaluation["labels"], slices)

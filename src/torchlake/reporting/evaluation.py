@@ -145,7 +145,8 @@ def _hints(facts: Mapping[str, Any], rows: Rows) -> list[tuple[str, Any]]:
     found = facts["sections"].get("hints")
     if not found:
         return []
-    lines = [f"{found['rows']:,} labels to look at, by {found['by']}; the least likely first."]
+    what = "texts with words" if facts["kind"] == "spans" else "labels"
+    lines = [f"{found['rows']:,} {what} to look at, by {found['by']}; the least likely first."]
     if found["by"].startswith("the probability"):
         lines.append("With cleanlab (torchlake[hints]) they are chosen by confident learning.")
     return [("lines", lines), ("cards", cards_of(facts, rows, found["list"]))]

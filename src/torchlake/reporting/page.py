@@ -125,6 +125,9 @@ def folded(title: str, form: str, content: Any) -> tuple[str, Any]:
     return "details", {"title": title, "form": form, "content": content}
 
 
+MARKED = ("label", "prediction", "suggested")
+"The spans that are marked in a text."
+
 # Cards: the rows that a page shows, each with its facts and texts.
 
 
@@ -186,7 +189,7 @@ def _marked(kind: str, row: Mapping[str, Any], value: Any) -> list[tuple[str, bo
     text = value if isinstance(value, str) else str(value)
     places: list[tuple[int, int]] = []
     if kind == "spans" and isinstance(value, str):
-        places = sorted({(one["start"], one["end"]) for name in ("label", "prediction") for one in row[name] or []})
+        places = sorted({(one["start"], one["end"]) for name in MARKED for one in row.get(name) or []})
     elif kind == "answers" and isinstance(row.get("prediction"), str) and row["prediction"]:
         start = text.find(row["prediction"])
         places = [(start, start + len(row["prediction"]))] if start >= 0 else []

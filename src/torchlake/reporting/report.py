@@ -111,6 +111,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "validations": validations,
             "texts": _written(folder),
             "evaluation": "eval/eval.html" if (folder / "eval" / "eval.json").is_file() else None,
+            "no_evaluation": result.get("page"),
             "checkpoints": [{key: entry[key] for key in ("step", "bytes", "world_size")} for entry in checkpoints],
             "warnings": _warnings(folder / "logs"),
             "machine": {**found["machine"], **found["devices"]},

@@ -21,7 +21,7 @@ def render(facts: Mapping[str, Any]) -> str:
     metrics = {name: f"{value:.4f}" for name, value in facts["metrics"].items() if value is not None}
     sections = [
         ("full", "Curves", *(("figures", _curves(facts)) if facts["losses"] else ("lines", ["No step yet."]))),
-        ("full", "Rows of the validation", "links", _evaluation(facts)),
+        ("full", "Rows of the validation", *_evaluation(facts)),
         ("", f"Validation of the best model{best}", "rows", metrics),
         ("", "Data", "rows", facts["data"]),
         ("full", "Data checks", "lines", [Finding(**one).line for one in facts["findings"]]),
@@ -71,11 +71,11 @@ def _page(facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]]
     return render_page(frame, sections)
 
 
-def _evaluation(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the link to the page of the best step's validation rows, if it is written."""
-    return (
-        [(facts["evaluation"], "Which rows are wrong, per class, calibration, slices")] if facts["evaluation"] else []
-    )
+def _evaluation(facts: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the link to the page of the best step's validation rows, or why it is not written."""
+    if facts["evaluation"]:
+        return "links", [(facts["evaluation"], "Which rows are wrong, and on which slices")]
+    return "lines", [facts["no_evaluation"]] if facts["no_evaluation"] else []
 
 
 def _curves(facts: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -271,7 +271,8 @@ class Scorer:
             self.padded_tokens += padded(rows)
             errors.update(non_finite_rows(rows, out))
             # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
-            part.found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
+            reduce = self.task.reduce_all if self.settings.all_probabilities else self.task.reduce_outputs
+            part.found.append((rows, reduce(out, inputs, self.spec)))
 
         def padded(rows: np.ndarray) -> int:
             return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))

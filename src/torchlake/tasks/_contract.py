@@ -265,6 +265,10 @@ class BaseTask:
         -1."""
         return outputs
 
+    def reduce_all(self, outputs: np.ndarray, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
+        """Return the part to keep with `all_probabilities`; by default the same."""
+        return self.reduce_outputs(outputs, batch, spec)
+
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return the answers in the outputs of N rows; by default the outputs themselves."""
         return outputs

@@ -94,7 +94,7 @@ def row_spans(row: Sequence[dict[str, Any]]) -> list[Span]:
 def agreement(true: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]) -> dict[str, float]:
     """Return precision, recall and F1 over all spans of rows: start, end and label must be right, as in seqeval.
 
-    nervaluate counts them ("strict").
+    nervaluate counts them ("strict"); its ends are inclusive, so spans that follow one another do not overlap.
     """
     try:
         from nervaluate.entities import Entity
@@ -104,7 +104,7 @@ def agreement(true: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]) -
     strict, right, wanted, given = StrictEvaluation(), 0, 0, 0
     for one, other in zip(true, found, strict=True):
         labels = sorted({label for _, _, label in (*one, *other)})
-        pair = ([Entity(label=label, start=start, end=end) for start, end, label in each] for each in (one, other))
+        pair = ([Entity(label=label, start=start, end=end - 1) for start, end, label in each] for each in (one, other))
         result, _ = strict.evaluate(*pair, labels)
         right, wanted, given = right + result.correct, wanted + len(one), given + len(other)
     precision, recall = right / given if given else 0.0, right / wanted if wanted else 0.0

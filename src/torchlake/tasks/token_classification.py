@@ -32,8 +32,9 @@ SPANS = pa.list_(
         {"start": pa.int32(), "end": pa.int32(), "label": pa.string(), "text": pa.string(), "score": pa.float32()}
     )
 )
-TAG, SCORE, START, END = range(4)
-"The numbers kept for a word."
+WORDS = pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32(), "probabilities": pa.list_(pa.float32())}))
+TAG, SCORE, START, END, PROBABILITIES = range(5)
+"The numbers kept for a word; those of all tags, from PROBABILITIES on, with `all_probabilities`."
 
 
 class TokenClassification(WindowedTask):
@@ -181,14 +182,19 @@ class TokenClassification(WindowedTask):
 
     def reduce_outputs(self, outputs: np.ndarray, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
         """Return each word's tag, the tag's probability, and where the word starts and ends: (B, W, 4) float32."""
+        return self.reduce_all(outputs, batch, spec)[:, :, :PROBABILITIES]
+
+    def reduce_all(self, outputs: np.ndarray, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
+        """Return the same, and the probabilities of all tags."""
         deciding = batch["starts"] >= 0
         logits = outputs[deciding].astype(np.float64)
         powers = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
-        scores = powers.max(axis=1, initial=0) / powers.sum(axis=1)
+        chances = powers / powers.sum(axis=1, keepdims=True)
         places = [batch[name][deciding] for name in PLACES]
-        values = np.stack([logits.argmax(axis=1) if len(logits) else np.zeros(0), scores, *places], axis=1)
+        tags = logits.argmax(axis=1) if len(logits) else np.zeros(0)
+        values = np.column_stack([tags, chances.max(axis=1, initial=0), *places, chances])
         lengths = deciding.sum(axis=1)
-        words = np.full((len(outputs), max(1, int(lengths.max(initial=0))), 4), np.nan, dtype=np.float32)
+        words = np.full((len(outputs), max(1, int(lengths.max(initial=0))), values.shape[1]), np.nan, dtype=np.float32)
         words[np.arange(words.shape[1]) < lengths[:, None]] = values
         return words
 
@@ -200,8 +206,8 @@ class TokenClassification(WindowedTask):
         return _spans.agreement(true, found)
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return one column, with each row's spans."""
-        return pa.schema([("spans", SPANS)])
+        """Return one column, with each row's spans; with `all_probabilities` also each word's of all tags."""
+        return pa.schema([("spans", SPANS), *([("words", WORDS)] if options.all_probabilities else [])])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
@@ -209,7 +215,10 @@ class TokenClassification(WindowedTask):
         """Return the spans; `score` is the mean probability of the tags of a span's words."""
         texts = texts_of(options.features, len(answers))
         rows = [_spans_with_text(_words(row), text, spec) for row, text in zip(answers, texts, strict=True)]
-        return pa.table([pa.array(rows, SPANS)], schema=self.output_schema(spec, options))
+        columns = [pa.array(rows, SPANS)]
+        if options.all_probabilities:
+            columns.append(pa.array([_words_with_probabilities(_words(row)) for row in answers], WORDS))
+        return pa.table(columns, schema=self.output_schema(spec, options))
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return precision, recall and F1 of the spans."""
@@ -250,7 +259,7 @@ def _mismatch(labels: Sequence[Any], size: int, *, lists: bool) -> str | None:
 
 
 def _words(row: np.ndarray) -> np.ndarray:
-    """Return the words (W, 4) of a row without its padding."""
+    """Return the words (W, ...) of a row without its padding."""
     return np.asarray(row[~np.isnan(row[:, TAG])])
 
 
@@ -266,6 +275,10 @@ def _spans_with_text(words: np.ndarray, text: str | list[str], spec: TaskSpec) -
         score = float(words[first:stop, SCORE].mean())
         spans.append({"start": start, "end": end, "label": label, "text": said, "score": score})
     return spans
+
+
+def _words_with_probabilities(words: np.ndarray) -> list[dict[str, Any]]:
+    return [{"start": int(word[START]), "end": int(word[END]), "probabilities": word[PROBABILITIES:]} for word in words]
 
 
 task = TokenClassification()

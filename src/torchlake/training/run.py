@@ -136,7 +136,9 @@ def train_run(
             }
             from torchlake.evaluation import held_out
 
-            held_out.write_page(folder, wanted, spec, result, engine.spread)  # before the trackers end, which send it
+            # Before the trackers end, which send it.
+            if (why := held_out.write_page(folder, wanted, spec, result, engine)) is not None:
+                result["page"] = why
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake.reporting import report
 

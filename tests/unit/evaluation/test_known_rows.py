@@ -13,12 +13,15 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 import judged_rows as made
+import task_cases
 import tiny
+import torchlake as tl
 import training_runs as runs
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.sections.classes import FAR, outliers
 from torchlake.evaluation.sections.hints import label_hints
 from torchlake.evaluation.sections.judged import read_judged
+from torchlake.models.spec import load_spec
 from torchlake.training.train import train
 
 
@@ -186,3 +189,40 @@ def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path
     once = np.array([0] * 60 + [1] * 39 + [2])
     scored = made.scored_classes(made.chances_of(once, 3, accuracy=0.8), once, names)
     assert made.evaluated(tmp_path, scored, made.classes_spec(names), hints=True)["sections"]["hints"]["rows"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:May not flag all label issues")
+def test_words_to_look_at_are_those_of_cleanlabs_token_form(tmp_path: Path) -> None:
+    from cleanlab.token_classification.filter import find_label_issues
+    from cleanlab.token_classification.rank import get_label_quality_scores
+
+    case = task_cases.CASES["token_classification"]
+    sections = case.sections(tmp_path / "in", case.build(tmp_path / "base"), max_steps=2, batch_size=16)
+    run = train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+    model, table = run.path / "model", case.table(60).slice(10)
+    pq.write_table(table, tmp_path / "t.parquet")
+    folder = tmp_path / "eval"
+    given: dict[str, Any] = {"key": "id", "engine": tiny.Here()}
+    evaluate(model, tmp_path / "t.parquet", report=folder, label_hints=True, **given)
+    rows = pq.read_table(folder / "rows.parquet").to_pylist()
+    scored = tl.predict(model, table.select(["text"]), all_probabilities=True, engine=tiny.Here()).to_pylist()
+    number = {tag: place for place, tag in enumerate(load_spec(model).labels)}
+    tags, chances = [], []
+    for row, one in zip(table.to_pylist(), scored, strict=True):
+        begins = {span["start"]: number[f"B-{span['label']}"] for span in row["label"]}
+        tags.append([begins.get(word["start"], 0) for word in one["words"]])
+        chances.append(np.array([word["probabilities"] for word in one["words"]], dtype=np.float64))
+        assert [row["text"][word["start"] : word["end"]] for word in one["words"]] == row["text"].split()
+    issues = find_label_issues(tags, chances, n_jobs=1)
+    assert issues
+    expected = {(place, scored[place]["words"][word]["start"]) for place, word in issues}
+    found = {(place, word["start"]) for place, row in enumerate(rows) for word in row["suggested"] or []}
+    assert found == expected
+    assert [row["label_quality"] for row in rows] == pytest.approx(get_label_quality_scores(tags, chances)[0])
+    assert [row["label_issue"] for row in rows] == [place in {one for one, _ in issues} for place in range(50)]
+    facts = json.loads((folder / "eval.json").read_text())
+    assert facts["sections"]["hints"]["rows"] == len({place for place, _ in issues})
+    page = (folder / "eval.html").read_text()
+    assert "texts with words to look at, by confident learning over words (cleanlab" in page
+    assert "words" not in pq.read_schema(folder / "rows.parquet").names
+    assert {"label_quality", "suggested"} <= {*pq.read_schema(run.path / "eval" / "rows.parquet").names}

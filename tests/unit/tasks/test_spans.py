@@ -84,6 +84,11 @@ def test_agreement_counts_whole_spans() -> None:
     assert _spans.agreement([[]], [[]]) == {"precision": 0, "recall": 0, "f1": 0}
 
 
+def test_a_wrong_span_beside_a_true_one_does_not_take_its_place() -> None:
+    true, found = [[(3, 4, "GOOD")]], [[(2, 3, "GOOD"), (3, 4, "GOOD")]]
+    assert _spans.agreement(true, found) == {"precision": 1 / 2, "recall": 1, "f1": pytest.approx(2 / 3)}
+
+
 def test_windows_cover_a_row_and_decide_each_token_once(tiny_bert: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_bert)
     texts = ["good", " ".join(f"w{number} film" for number in range(60)), "", "the film " * 15]

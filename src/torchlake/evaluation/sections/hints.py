@@ -31,7 +31,7 @@ from torchlake.labels.encoding import label_array
 from torchlake.tables.hashes import Words, combined
 from torchlake.tables.record import COMMIT, committed_files
 
-KINDS = ("classes", "labels")
+KINDS = ("classes", "labels", "spans")
 CLEANLAB_NUMBERS = 50_000_000
 "Probabilities up to which cleanlab judges: it takes several times their memory."
 Columns = Mapping[str, np.ndarray | pa.Array]
