@@ -95,14 +95,15 @@ def durable_sites(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, 
             "checkpoint.prune:2",
             "best.rename:1",
             "model.rename:1",
+            "evaluation.rows.rename:1",
         ],
-        quick=["checkpoint.rename:1", "model.rename:1"],
+        quick=["checkpoint.rename:1", "model.rename:1", "evaluation.rows.rename:1"],
     ),
 )
 def test_a_kill_while_something_is_written(
     tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
 ) -> None:
-    """Case 45: the first checkpoint, later ones, the best model, the model folder; the slow sweep has them all."""
+    """Case 45: checkpoints, the best model, the model folder, the page of its rows; the slow sweep has them all."""
     recovery(tmp_path / "run", 45)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9")
     assert killed.exit_code == -signal.SIGKILL
@@ -191,7 +192,7 @@ def test_sigterm_saves_and_says_143(
     recovery(tmp_path / "run", 44)
     stopped = runs.attempt(tmp_path / "run", sections, sigterm_at=where)
     assert stopped.exit_code == 128 + signal.SIGTERM
-    assert f"stopped after step {step} of 18" in stopped.error
+    assert (f"stopped after step {step} of 18" if step else "stopped before the first step") in stopped.error
     assert runs.checkpoints(tmp_path / "run")[-1] == f"step_{step:08d}"
     assert runs.succeed(tmp_path / "run", sections).steps == LAST_STEP - step
     assert_same_run(tmp_path / "run", whole)
