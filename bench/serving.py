@@ -128,11 +128,15 @@ def start(peers: dict[str, Peer], *more: str) -> dict[str, Started]:
 
 
 def end(servers: dict[str, Started]) -> None:
-    """End all servers."""
+    """End all servers; LitServe leaves processes behind."""
+    left = [one for process, _ in servers.values() for one in tree(process)]
     for process, _ in servers.values():
         process.send_signal(signal.SIGTERM)
     for process, _ in servers.values():
         process.wait(60)
+    for one in left:
+        if one.is_running():
+            one.kill()
 
 
 def answers(peer: Peer, port: int) -> bool:

@@ -131,12 +131,12 @@ def cases() -> list[tuple[str, str]]:
 
 
 def predicted(server: Running, rows: list[tuple[Any, ...]], runtime: str) -> list[dict[str, Any]]:
-    """The answers of predict; texts are bytes, because Arrow's strings are Unicode."""
-    spec = server.service.model.spec
-    columns = {
-        name: pa.array([each.encode(errors="surrogatepass") if isinstance(each, str) else each for each in values])
-        for name, values in zip(spec.input_columns, zip(*rows, strict=True), strict=True)
-    }
+    """The answers of predict. Arrow makes no string of what is not Unicode, but takes the bytes for one."""
+    spec, columns = server.service.model.spec, {}
+    for name, values in zip(spec.input_columns, zip(*rows, strict=True), strict=True):
+        files = [each.encode(errors="surrogatepass") if isinstance(each, str) else each for each in values]
+        column = pa.array(files, pa.binary())
+        columns[name] = column.view(pa.string()) if any(isinstance(each, str) for each in values) else column
     options = {"task": spec.task, "task_options": dict(spec.options) or None, "runtime": runtime}
     table = pa.table(columns)
     answers = tl.predict(server.service.source, table, max_error_rate=1.0, **options)

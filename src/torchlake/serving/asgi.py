@@ -60,7 +60,8 @@ def build_app(model: str | Path, options: ServeOptions, load_options: dict[str, 
             raise writes_text(model, made.spec.task)
         return made
 
-    service = Service(os.fspath(model), loaded, options)
+    with plugins.without_collections():
+        service = Service(os.fspath(model), loaded, options)
     made = FastAPI(
         title=f"torchlake: {service.name}",
         version=version("torchlake"),

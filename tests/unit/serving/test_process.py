@@ -102,6 +102,8 @@ def test_bodies(server: Running, body: bytes, found: int) -> None:
         (b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\n{}", 415),
         (b"BREW /health HTTP/1.1\r\nhost: a\r\n\r\n", 400),
         (b"DELETE /predict HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+        (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n", 405),
+        (b"CONNECT /predict HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", 405),
     ],
     ids=lambda value: repr(value)[:60] if isinstance(value, bytes) else str(value),
 )
