@@ -98,6 +98,8 @@ def test_bodies(server: Running, body: bytes, found: int) -> None:
             413,
         ),
         (POST + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}", 415),
+        (POST + b"content-encoding: \r\ncontent-length: 18\r\n\r\n" + b'{"inputs": "good"}', 200),
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
         (POST + b"expect: 100-continue\r\ncontent-length: 14\r\n\r\n", 100),
         (b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\n{}", 415),
         (b"BREW /health HTTP/1.1\r\nhost: a\r\n\r\n", 400),
