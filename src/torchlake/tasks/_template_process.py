@@ -70,7 +70,7 @@ class _Template:
         if time is not None:  # transformers reads the clock itself, and passes no function to a template
             now = datetime.fromisoformat(time)
             module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})
-        self.render: Any = module.render_jinja_template
+        self.module = module
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.end: tuple[str | None, str] | None = None
@@ -79,27 +79,26 @@ class _Template:
     def texts(self, request: Request) -> list[Rendered]:
         """Return what a request wants; see there."""
         messages: Sequence[Mapping[str, Any]] = request.messages
-        unfinished = request.want == "continue"
+        options = {"documents": None, **self.special, **request.options}
+        template = self.module._compile_jinja_template(self.source)
 
-        def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
-            rendered = self.render(
-                conversations=[some],
-                tools=request.tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=self.marked and not (prompt or unfinished),
-                add_generation_prompt=prompt,
-                continue_final_message=unfinished,
-                **{**self.special, **request.options},
-            )
-            return rendered[0][0], rendered[1][0] if rendered[1] else []
+        def make(some: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = request.tools) -> tuple[str, Spans]:
+            # As `render_jinja_template`, which copies the messages first, in case they are not read from JSON.
+            if self.marked and not prompt:
+                return self.module._render_with_assistant_indices(
+                    template, some, tools, add_generation_prompt=prompt, **options
+                )
+            given = {"messages": some, "tools": tools, "add_generation_prompt": prompt}
+            return template.render(given, **options), ()
 
+        messages = getattr(self.module, "_alias_reasoning_fields", list)(messages)
         if any("tool_calls" in message for message in messages):
-            options = {"chat_template": self.source, **self.special, **request.options}
-            self.form = self.form or find_form(
-                lambda some, tools: self.render(conversations=[some], tools=tools, **options)[0][0]
-            )
+            self.form = self.form or find_form(lambda some, tools: make(some, False, tools)[0])
             messages = [with_form(message, self.form) for message in messages]
-        if request.want in ("prompt", "continue", "whole"):
+        if request.want == "continue":
+            given = {**options, "chat_template": self.source, "tools": request.tools, "continue_final_message": True}
+            return [Rendered(self.module.render_jinja_template([messages], **given)[0][0], messages=len(messages))]
+        if request.want in ("prompt", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:
             self.end = turn_end(make, self.tokens)
