@@ -90,6 +90,16 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "litserve": ((*SHARED, "litserve==0.2.19", "sentence-transformers==6.2.0", "transformers==5.23.0", "setuptools"),),
+    # It wants NumPy 1 and the sentence-transformers of 2025; BetterTransformer, its way on CPUs, wants optimum 1.
+    "infinity": (
+        (
+            *("torch==2.13.0", "numpy==1.26.4", "safetensors==0.8.0", "scipy==1.17.1", "scikit-learn==1.9.1"),
+            *("sentence-transformers==3.4.1", "transformers==4.48.3", "huggingface-hub==0.36.2"),
+            *("fastapi==0.165.0", "orjson==3.13.0", "posthog==7.91.1", "prometheus-fastapi-instrumentator==8.1.0"),
+            *("pydantic==2.14.4", "rich==13.9.4", "typer==0.12.5", "click==8.1.8", "uvicorn[standard]==0.32.1"),
+        ),
+        ("--no-deps", "infinity-emb==0.0.78", "optimum==1.27.0"),
+    ),
     "deepspeed": (
         (*SHARED, "transformers==5.23.0", "huggingface-hub==2.4.0", "setuptools", "wheel", "ninja"),
         ("--no-build-isolation", "deepspeed==0.19.8"),

@@ -1,9 +1,13 @@
 """What people serve an embedding model with instead, each as its manual says, one thread.
 
-Run by `serving.py` in the peer's own environment (`python FILE NAME MODEL PORT`), so nothing here imports torchlake.
+Run by `serving.py` in the peer's own environment (`python FILE NAME MODEL PORT`): only MLflow's needs torchlake there.
 """
 
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 try:
@@ -30,6 +34,47 @@ def sentence_fastapi(model: str, port: int) -> None:
         return "ok"
 
     uvicorn.run(app, port=port, log_level="error")
+
+
+def pipeline_fastapi(model: str, port: int) -> None:
+    """transformers' pipeline in FastAPI, in the same way; the vector of a text is the mean of its tokens'."""
+    import torch
+    import uvicorn
+    from fastapi import FastAPI
+    from transformers import pipeline
+
+    encoder, app = pipeline("feature-extraction", model=model, device="cpu"), FastAPI()
+
+    @app.post("/embed")
+    def embed(body: dict[str, Any]) -> list[list[float]]:
+        tokens = encoder(body["inputs"], return_tensors=True, truncation=True)
+        vectors: list[list[float]] = torch.nn.functional.normalize(tokens.mean(dim=1)).tolist()
+        return vectors
+
+    uvicorn.run(app, port=port, log_level="error")
+
+
+def infinity(model: str, port: int) -> None:
+    """The command of infinity, with its defaults for a CPU, but fp32 and without its warm-up."""
+    options = ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--served-model-name", "minilm"]
+    command = ["infinity_emb", "v2", "--model-id", model, *options, "--no-model-warmup", "--log-level", "error"]
+    environment = {**os.environ, "INFINITY_ANONYMOUS_USAGE_STATS": "0", "DO_NOT_TRACK": "1"}
+    script = Path(sys.executable).with_name(command[0])
+    os.execve(script, [*command, "--host", "127.0.0.1", "--port", str(port)], environment)
+
+
+def mlflow(model: str, port: int) -> None:
+    """MLflow's server of the model that `tl.log_model` writes."""
+    folder = Path(tempfile.mkdtemp())
+    write = "import mlflow, sys, torchlake; mlflow.set_tracking_uri(f'sqlite:///{sys.argv[2]}/store.db');"
+    write += "mlflow.create_experiment('serving', artifact_location=f'{sys.argv[2]}/artifacts');"
+    write += "mlflow.set_experiment('serving');"
+    write += "torchlake.log_model(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", write, model, str(folder)], check=True)
+    (written,) = folder.glob("artifacts/**/MLmodel")
+    command = ["-m", "mlflow", "models", "serve", "-m", str(written.parent), "--env-manager", "local"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts the program uvicorn
+    os.execve(sys.executable, [sys.executable, *command, "--port", str(port)], {**os.environ, "PATH": path})
 
 
 class Api(litserve.LitAPI if litserve else object):  # type: ignore[misc]
@@ -64,4 +109,5 @@ def with_litserve(model: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    {"sentence_fastapi": sentence_fastapi, "litserve": with_litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    servers = {each.__name__: each for each in (sentence_fastapi, pipeline_fastapi, infinity, mlflow)}
+    {**servers, "litserve": with_litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

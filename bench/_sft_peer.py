@@ -86,7 +86,7 @@ def train(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(setup: dict[str, Any]) -> dict[str, Any]:
-    """Conversations rendered and tokenized by `datasets.map`, as TRL does it."""
+    """Conversations rendered and tokenized by `datasets.map`, as TRL does it; the best of three passes."""
     from datasets import Dataset, disable_caching
     from transformers import AutoTokenizer
 
@@ -101,9 +101,12 @@ def render(setup: dict[str, Any]) -> dict[str, Any]:
 
     rows = Dataset.from_list(pq.read_table(setup["table"]).to_pylist())
     rows.select(range(8)).map(tokens)
-    began = time.process_time()
-    made = rows.map(tokens)
-    return {"cpu_s": time.process_time() - began, "rows": len(rows), "tokens": sum(map(len, made["input_ids"]))}
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        made = rows.map(tokens)
+        seconds.append(time.process_time() - began)
+    return {"cpu_s": min(seconds), "rows": len(rows), "tokens": sum(map(len, made["input_ids"]))}
 
 
 def main() -> None:

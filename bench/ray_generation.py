@@ -104,9 +104,11 @@ def by_torchlake(setup: Setup, *, completions: bool = False) -> Result:
 
 
 def main() -> None:
-    options = parser(
+    options_parser = parser(
         __doc__, rows=8000, held_out=600, prompts=128, epochs=2, layers=4, width=128, processes=2, rounds=1
-    ).parse_args()
+    )
+    options_parser.add_argument("--contenders", nargs="*", default=[], help="their names in the table (default: all)")
+    options = options_parser.parse_args()
     lines = lines_of_shakespeare()
     set_up()
     shutil.rmtree(HOME, ignore_errors=True)
@@ -160,11 +162,11 @@ def main() -> None:
     }
     best: dict[str, Result] = {}
     for _ in range(options.rounds):
-        for name, contender in contenders.items():
+        for name in options.contenders or contenders:
             for left in ("run", "ray-train", "by-hand-model", "written"):
                 shutil.rmtree(HOME / left, ignore_errors=True)
             began = time.perf_counter()
-            result = contender(setup)
+            result = contenders[name](setup)
             result["seconds"] = time.perf_counter() - began
             assert pq.read_table(setup["written"]).num_rows == options.prompts, "every prompt is completed once"
             result |= perplexities(result.pop("model"), measured, BLOCK)
@@ -189,7 +191,9 @@ def main() -> None:
         f"{options.layers} layers of {options.width}, ZeRO-3 on {options.processes} ranks of one thread, fp32, "
         f"{options.prompts} prompts, {NEW_TOKENS} new tokens, greedy; ratios to the first, best of {options.rounds}"
     )
-    finish("ray_generation", rows, as_json=options.json, note=note, keep=options.rows == 8000)
+    finish(
+        "ray_generation", rows, as_json=options.json, note=note, keep=options.rows == 8000 and not options.contenders
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ SPEC = TaskSpec(
 )
 
 
-def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
+def wordpiece_tokenizer(positions: int = 128) -> PreTrainedTokenizerFast:
     """BERT's tokenizer over the words above and single characters: any text of ASCII becomes tokens."""
     characters = [chr(code) for code in range(33, 127)]
     words = [*SPECIAL, *GOOD, *BAD, *OTHER, *characters, *(f"##{character}" for character in characters)]
@@ -89,7 +89,7 @@ def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="[PAD]",
         cls_token="[CLS]",
         mask_token="[MASK]",
-        model_max_length=128,
+        model_max_length=positions,
     )
 
 
@@ -127,10 +127,11 @@ def build_encoder(
     dropout: float = 0.0,
     kind: Literal["bert", "distilbert", "roberta"] = "bert",
     hidden_size: int = 32,
+    positions: int = 128,
     seed: int = 0,
 ) -> Path:
-    """An encoder without a head in `folder`: what a job fine-tunes. Same seed, same bytes."""
-    tokenizer = bpe_tokenizer() if kind == "roberta" else wordpiece_tokenizer()
+    """An encoder without a head in `folder`: what a job fine-tunes. Same seed, same bytes. `positions` are BERT's."""
+    tokenizer = bpe_tokenizer() if kind == "roberta" else wordpiece_tokenizer(positions)
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,
@@ -144,7 +145,7 @@ def build_encoder(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "bert":
-            model: Any = BertModel(BertConfig(max_position_embeddings=128, **shape))
+            model: Any = BertModel(BertConfig(max_position_embeddings=positions, **shape))
         elif kind == "distilbert":
             names = {
                 "hidden_size": "dim",
@@ -177,7 +178,7 @@ def build_pair_encoder(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def build_embedder(folder: Path, **options: Any) -> Path:
+def build_embedder(folder: Path, *, max_length: int = 48, **options: Any) -> Path:
     """An encoder in the layout of sentence-transformers: mean pooling, a product to 16 dimensions, length 1."""
     build_encoder(folder, **options)
     kinds = ("Transformer", "Pooling", "Dense", "Normalize")
@@ -198,7 +199,7 @@ def build_embedder(folder: Path, **options: Any) -> Path:
     }
     contents = {
         "modules.json": modules,
-        "sentence_bert_config.json": {"max_seq_length": 48, "do_lower_case": False},
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
         "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
         "2_Dense/config.json": dense,
     }

@@ -15,11 +15,14 @@ import pyarrow as pa
 from torchlake.data.batching import Ragged, offsets_of, ranges
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
+from torchlake.tables.arrays import from_numpy
 
 Array = Ragged | np.ndarray
 "One model input of N rows."
 Tokens = Ragged | Blocks | Bins
 "Tokens of rows as read from disk (Ragged), or packed into blocks."
+FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"Names of Arrow's types that NumPy's types do not have."
 INPUT_IDS = "input_ids"
 "The name of the input with the tokens of the text."
 
@@ -91,15 +94,19 @@ def to_arrow(array: Array, kind: pa.DataType) -> pa.Array:
     """Return an array as an Arrow column of type `kind`."""
     if isinstance(array, np.ndarray):
         if pa.types.is_fixed_size_list(kind):
-            return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel(), kind.value_type), type=kind)
-        return pa.array(array, kind)
+            return pa.FixedSizeListArray.from_arrays(_numbers(array.ravel(), kind.value_type), type=kind)
+        return _numbers(array, kind)
     large = pa.types.is_large_list(kind) or pa.types.is_large_binary(kind)
-    offsets = pa.array(array.offsets, pa.int64() if large else pa.int32())
+    offsets = _numbers(array.offsets, pa.int64() if large else pa.int32())
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         buffers = [None, offsets.buffers()[1], pa.py_buffer(np.ascontiguousarray(array.values, np.uint8))]
         return pa.Array.from_buffers(kind, len(array), buffers)
     lists = pa.LargeListArray if large else pa.ListArray
-    return lists.from_arrays(offsets, pa.array(array.values, kind.value_type), type=kind)
+    return lists.from_arrays(offsets, _numbers(array.values, kind.value_type), type=kind)
+
+
+def _numbers(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    return from_numpy(values.astype(FLOATS.get(str(kind), str(kind)), copy=False))
 
 
 def from_arrow(column: pa.Array) -> Array:

@@ -60,7 +60,8 @@ def build_app(model: str | Path, options: ServeOptions, load_options: dict[str, 
             raise writes_text(model, made.spec.task)
         return made
 
-    service = Service(os.fspath(model), loaded, options)
+    with plugins.without_collections():
+        service = Service(os.fspath(model), loaded, options)
     made = FastAPI(
         title=f"torchlake: {service.name}",
         version=version("torchlake"),
@@ -242,7 +243,9 @@ class Gate:
                 raise Refused(429, f"{options.max_requests:,} requests are in flight (--max-requests)")
             if batcher.queued_tokens >= options.max_queued_tokens:
                 raise Refused(429, f"{batcher.queued_tokens:,} tokens are waiting (--max-queued-tokens)")
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise Refused(501, "transfer-encoding: send the body as it is, or chunked")
+        if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
             raise Refused(415, "content-encoding: send the body as it is, without compression")
         used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 

@@ -83,8 +83,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._complete = True
         self._wait(None)
-        self._upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self._upgrade = self.parser.should_upgrade()
         if self._upgrade:
+            if self.parser.get_method() == b"CONNECT":  # what follows would not be HTTP
+                self._refuse(405, "this is no proxy")
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
             self._too_large()
@@ -105,6 +107,8 @@ class Connection(HttpToolsProtocol):
 
         The parser has stopped before the body. A new one reads the request again, without the offer.
         """
+        if self.transport.is_closing():
+            return
         stopped, kept = sys.exception(), [(name, value) for name, value in self.headers if name != b"upgrade"]
         assert stopped is not None
         head = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())

@@ -162,7 +162,7 @@ def refusal(path: str, error: Refused) -> Response:
     headers = {"retry-after": "1"} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/") or path == "/embeddings":
         kind = "server_error" if status >= 500 else "invalid_request_error"
         code = error.code or OPENAI.get(status)
         return reply({"error": {"message": message, "type": kind, "param": error.field, "code": code}}, status, headers)

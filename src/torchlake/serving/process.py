@@ -7,6 +7,7 @@ meanwhile. When none can be started, the server ends.
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -82,6 +83,7 @@ def run(application: FastAPI, listener: socket.socket, hangups: list[int]) -> in
     service, model = server.service, server.service.model
     log.info("%s (%s, %s): %s", service.name, model.spec.task, model.runtime, address_of(listener))
     server.watched, server.hangups = True, hangups
+    gc.freeze()  # libraries stay: a collection that looks at all of torch would stop requests for a third of a second
     asyncio.run(server.serve(sockets=[listener]))
     if server.status == HANGS or server.force_exit:
         logging.shutdown()

@@ -195,7 +195,7 @@ class AnswerEncoder:
         return found
 
     def _learned(self, encoding: Any, made: Rendered, whole: bool) -> tuple[np.ndarray, int]:
-        ids = np.array(encoding.ids, dtype=np.int32)
+        ids = np.fromiter(encoding.ids, np.int32)
         if made.spans is None:
             return ids, 0
         learned = np.zeros(len(ids), dtype=bool)

@@ -76,12 +76,12 @@ class Renderer:
     def ask(self, requests: Sequence[bytes]) -> tuple[list[dict[str, Any]], bool]:
         """Send requests, each a line; return the answers, fewer if the process has exited, and whether it has.
 
-        After WALL_S without an answer the process counts as running, with fewer answers.
+        The last ones may be lost with it. After WALL_S without an answer the process counts as running.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(b"".join(requests))
+            self.process.stdin.write(b"".join(requests) + b"\n")
             self.process.stdin.flush()
         except OSError:
             return [], True
@@ -158,7 +158,7 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
                 found += [RenderLimitExceeded(why)] * (len(lines) - len(found))
                 break
             first, stop, size = len(found), len(found) + 1, len(lines[len(found)])
-            while stop < len(lines) and size + len(lines[stop]) <= AT_ONCE_BYTES:
+            while not exceeded and stop < len(lines) and size + len(lines[stop]) <= AT_ONCE_BYTES:
                 size, stop = size + len(lines[stop]), stop + 1
             for each in _answers(template_key, lines[first:stop]):
                 found.append(each)
@@ -183,10 +183,15 @@ def _answers(template_key: str, lines: Sequence[bytes]) -> list[list[Rendered] |
         made = [_answer(each) for each in answers]
         if len(made) == len(lines):
             return made
-        if not ended:
-            close()
-            return [*made, RenderLimitExceeded(f"the template took more than {WALL_S:g} s")]
         status = _end()
+        if len(lines) - len(made) > 1:  # some may be lost, so which one ended it is not known
+            for line in lines[len(made) :]:
+                made += _answers(template_key, [line])
+                if isinstance(made[-1], RenderLimitExceeded):
+                    break
+            return made
+        if not ended:
+            return [*made, RenderLimitExceeded(f"the template took more than {WALL_S:g} s")]
         if status == -signal.SIGPROF:
             limit = cpu_seconds(Request(**json.loads(lines[len(made)])))
             return [*made, RenderLimitExceeded(f"the template computed for more than {limit:g} s")]

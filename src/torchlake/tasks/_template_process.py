@@ -2,6 +2,7 @@
 
     standard input:   [["{% for ...", ...], ...], a template; then
                       {"messages": [...], "tools": null, "options": {}, "want": "answers", "first": 0}
+                      an empty line: the last one of those that are sent together
     standard output:  {"texts": [["...", [[9, 14]], [9]]]}, {"limit": "..."} or {"error": "..."}
 
 SIGPROF ends it when a conversation takes too long, and RLIMIT_AS limits its memory; `_rendering.py` starts it.
@@ -13,8 +14,9 @@ import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -24,23 +26,31 @@ from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
 from torchlake.tasks._rendering import MEMORY_BYTES, MOST_CHARACTERS, Request, cpu_seconds
 from torchlake.tasks._tool_calls import Form, find_form, with_form
 
+TOGETHER_BYTES, TOGETHER_S = 1 << 16, 0.1
+"How many bytes of answers wait for each other, and for how long before the next conversation begins."
+
 
 def serve() -> None:
     """Run the renderer: answer requests from standard input until it is closed."""
     import_module("transformers.utils.chat_template_utils")  # before memory is limited
 
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "wb", buffering=TOGETHER_BYTES)
     os.dup2(2, 1)
     with suppress(OSError, ValueError):  # systems without /proc have no such limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES,) * 2)
+    told = 0.0
     for line in sys.stdin.buffer:
+        if line == b"\n" or time.monotonic() > told + TOGETHER_S:
+            answers.flush()
+            told = time.monotonic()
+        if line == b"\n":
+            continue
         given = json.loads(line)
         if isinstance(given, list):
             sources, *tokens = given
             plain, calling = (_Template(source, *tokens) for source in sources)
             answers.write(b"{}\n")
-            answers.flush()
             continue
         request = Request(**given)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds(request))
@@ -56,7 +66,6 @@ def serve() -> None:
             answer = {"error": str(error)[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
 
 
 class _Template:
@@ -70,7 +79,7 @@ class _Template:
         if time is not None:  # transformers reads the clock itself, and passes no function to a template
             now = datetime.fromisoformat(time)
             module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})
-        self.render: Any = module.render_jinja_template
+        self.module = module
         self.source, self.special, self.tokens = source, special, tokens
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.end: tuple[str | None, str] | None = None
@@ -79,27 +88,28 @@ class _Template:
     def texts(self, request: Request) -> list[Rendered]:
         """Return what a request wants; see there."""
         messages: Sequence[Mapping[str, Any]] = request.messages
-        unfinished = request.want == "continue"
+        options = {"documents": None, **self.special, **request.options}
+        template = self.module._compile_jinja_template(self.source)
+        variables = {**template.globals, "tools": request.tools, **options}
 
-        def make(some: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Spans]:
-            rendered = self.render(
-                conversations=[some],
-                tools=request.tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=self.marked and not (prompt or unfinished),
-                add_generation_prompt=prompt,
-                continue_final_message=unfinished,
-                **{**self.special, **request.options},
-            )
-            return rendered[0][0], rendered[1][0] if rendered[1] else []
+        def make(some: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = request.tools) -> tuple[str, Spans]:
+            # As `render_jinja_template`, which copies the messages first, in case they are not read from JSON.
+            given = {**variables, "messages": some, "tools": tools, "add_generation_prompt": prompt}
+            pieces, marks = list[str](), list[tuple[int, int]]()
+            marking = self.marked and not prompt and request.want in ("answers", "last")
+            with template.environment.activate_tracker(pieces, marks) if marking else nullcontext():
+                for piece in template.root_render_func(template.new_context(given, shared=True)):
+                    pieces.append(piece)  # where a mark begins is counted in them
+            return "".join(pieces), marks
 
+        messages = getattr(self.module, "_alias_reasoning_fields", list)(messages)
         if any("tool_calls" in message for message in messages):
-            options = {"chat_template": self.source, **self.special, **request.options}
-            self.form = self.form or find_form(
-                lambda some, tools: self.render(conversations=[some], tools=tools, **options)[0][0]
-            )
+            self.form = self.form or find_form(lambda some, tools: make(some, False, tools)[0])
             messages = [with_form(message, self.form) for message in messages]
-        if request.want in ("prompt", "continue", "whole"):
+        if request.want == "continue":
+            given = {**options, "chat_template": self.source, "tools": request.tools, "continue_final_message": True}
+            return [Rendered(self.module.render_jinja_template([messages], **given)[0][0], messages=len(messages))]
+        if request.want in ("prompt", "whole"):
             return [Rendered(make(messages, request.want == "prompt")[0], messages=len(messages))]
         if self.end is None:
             self.end = turn_end(make, self.tokens)

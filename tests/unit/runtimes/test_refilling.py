@@ -165,6 +165,19 @@ def test_beams_have_the_texts_that_they_have_alone(tmp_path: Path) -> None:
     assert max(reports) < len(rows) / 2, "rows of one limit"
 
 
+def test_a_batch_of_beams_has_as_many_rows_as_its_time_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill loses the batch: the first one has one row, which tells what others may have."""
+    _, writer, _ = writers(tmp_path / "model", "llama")
+    rows = [replace(one, options=replace(one.options, max_new_tokens=4)) for one in prompts(num_beams=2)]
+    search, sizes = writer._search, list[int]()
+    monkeypatch.setattr(writer, "_search", lambda some, report: (sizes.append(len(some)), search(some, report)))
+    found = write(writer, rows, Budget(tokens=10**6, rows=100))
+    assert sizes == [1, len(rows) - 1]
+    monkeypatch.setattr("torchlake.runtimes._writing.static.SEARCH_S", 0.0)
+    assert write(writer, rows, Budget(tokens=10**6, rows=100)) == found
+    assert sizes[2:] == [1] * len(rows)
+
+
 def test_choices_are_reported_one_by_one(tiny_gpt2: Path) -> None:
     """Rows of many choices take long: each that is computed is an advance."""
     options = generation_options("text_generation", writes=True, choices=["good", "bad", "unsure"])

@@ -250,11 +250,19 @@ print(json.dumps([name for name in ("transformers", "pandas", "pydantic", "torch
 
 
 @pytest.mark.parametrize(
-    "stored", [pytest.param(False, id="load", marks=pytest.mark.slow), pytest.param(True, id="predict")]
+    ("stored", "vectors"),
+    [
+        pytest.param(False, False, id="load", marks=pytest.mark.slow),
+        pytest.param(False, True, id="load vectors", marks=pytest.mark.slow),
+        pytest.param(True, False, id="predict"),
+    ],
 )
-def test_the_first_answer_waits_for_no_library_but_torch(tiny_model: Path, tmp_path: Path, stored: bool) -> None:
+def test_the_first_answer_waits_for_no_library_but_torch(
+    tiny_model: Path, tmp_path: Path, stored: bool, vectors: bool
+) -> None:
     source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film"])
-    arguments = [str(tiny_model), *([str(source), str(tmp_path / "out")] if stored else [])]
+    model = tiny.build_embedder(tmp_path / "embedder") if vectors else tiny_model
+    arguments = [str(model), *([str(source), str(tmp_path / "out")] if stored else [])]
     done = subprocess.run(
         [sys.executable, "-c", LOADED, *arguments],
         env=scoring_runs.environment(None, None, {}),

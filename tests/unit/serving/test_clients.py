@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -21,7 +20,7 @@ from starlette.responses import HTMLResponse
 
 import tiny
 import torchlake as tl
-from serving_runs import Running, free_port, running, until
+from serving_runs import Running, running
 from torchlake.models.write import quiet
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")]
@@ -222,35 +221,3 @@ def test_curl_sends_a_table(tiny_model: Path, tmp_path: Path) -> None:
             [*command, f"{server.url}/invocations"], capture_output=True, text=True, check=True, timeout=60
         )
     assert [row["error"] for row in json.loads(done.stdout)["predictions"]] == [None, None]
-
-
-def test_the_entry_point_of_the_image(tiny_model: Path, tmp_path: Path) -> None:
-    """The container's script, with the model in another folder than /opt/ml/model."""
-    script = Path(__file__).parents[3] / "examples" / "serve" / "entrypoint.sh"
-    port = free_port()
-    command = tmp_path / "torchlake"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchlake "$@"\n')
-    command.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environment = {
-        **os.environ,
-        "MODEL": str(tiny_model),
-        "AIP_HTTP_PORT": str(port),
-        "PATH": path,
-        "AIP_PREDICT_ROUTE": "/score",
-    }
-    process = subprocess.Popen([str(script), "serve", "--max-rows", "3"], env=environment)
-    try:
-
-        def ready() -> bool:
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/ping", trust_env=False).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        until(ready)
-        answer = httpx.post(f"http://127.0.0.1:{port}/score", json={"instances": ["good film"]}, trust_env=False)
-        assert answer.json()["predictions"][0]["error"] is None
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0

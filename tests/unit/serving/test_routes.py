@@ -271,6 +271,9 @@ def test_the_side_that_is_truncated_and_no_truncation(classes: Running) -> None:
             "raw_scores: input should be a valid boolean",
         ),
         ("/predict", {}, 422, "Validation", "inputs: field required"),
+        ("/predict", {"inputs": None}, 422, "Validation", "inputs: input should be a valid string or a valid list"),
+        ("/predict", [SECRET], 422, "Validation", "the body: input should be an object"),
+        ("/tokenize", {"inputs": []}, 400, "Empty", "inputs: is empty"),
         ("/predict", {"inputs": ["a"] * 41}, 422, "Validation", "41 rows; the limit is 40"),
         ("/", {"inputs": "a", "parameters": {"padding": True}}, 422, "Validation", "'padding' is not supported"),
         ("/", {"inputs": "a", "parameters": {"top_k": 0}}, 422, "Validation", "parameters.top_k: input should be"),
@@ -358,11 +361,12 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
     ids=str,
 )
 def test_openais_refusals(vectors: Running, body: Any, status: int, words: str) -> None:
-    response = vectors.post("/v1/embeddings", body)
-    assert response.status_code == status
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert words in error["message"]
+    for path in ("/v1/embeddings", "/embeddings"):
+        response = vectors.post(path, body)
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert words in error["message"]
 
 
 def test_tokens_facts_headers_and_metrics(classes: Running) -> None:

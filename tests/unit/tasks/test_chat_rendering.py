@@ -161,6 +161,17 @@ def test_a_template_that_never_fits_is_given_up() -> None:
     assert all("not tried after 5 rows" in errors[row] for row in (10, 11))
 
 
+@pytest.mark.parametrize("evil", sweep([{3}, {0, 3, 4}], quick=[{3}]))
+def test_the_row_that_takes_too_much_is_found_among_those_sent_together(evil: set[int]) -> None:
+    """The answers before it are lost with the process."""
+    template = f"{{% if messages[0].content in {sorted(map(str, evil))} %}}{HOSTILE['loops'][0]}{{% endif %}}fine"
+    chats = [[{"role": "user", "content": str(row)}] for row in range(8)]
+    texts, errors = rendered(tokenizer(template), column(*chats))
+    assert errors.keys() == evil
+    assert all(TIME in each for each in errors.values())
+    assert texts.to_pylist() == [None if row in evil else "fine" for row in range(8)]
+
+
 @pytest.mark.slow
 def test_a_renderer_that_something_else_ended_is_started_again() -> None:
     made = tokenizer("fine")

@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any
 
+from torchlake import plugins
 from torchlake.cli.command import ModelFolder, command
 from torchlake.cli.display import Outcome
 from torchlake.cli.engine import make_engine
@@ -52,9 +54,9 @@ def serve(model: ModelFolder, given: Given) -> Outcome:
     if engine is None and settings:
         raise UsageError("--set: it sets options of --engine ray; name the engine, or leave it out.")
     with noted_signals(signal.SIGHUP):  # which asks for a new model: none has been read while libraries are
-        serving = load_serving()
+        process = load_serving()
         made = None if engine is None else make_engine(engine, given["processes"], settings, as_json=False)
-        status = serving.serve(model, engine=made, options=_serve_options(given), **given.some(*LOADING))
+        status = process.serve(model, engine=made, options=_serve_options(given), **given.some(*LOADING))
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
 
 
@@ -63,21 +65,19 @@ def try_(model: ModelFolder, given: Given) -> Outcome:
     """Try a model: a page in the browser, or a prompt in a terminal."""
     if given["host"] not in (None, "127.0.0.1", "::1", "localhost"):
         raise UsageError("--host: try is for this machine, without a token; use serve for others.")
-    load_serving()
-    from torchlake.serving.process import try_out
-
+    process = load_serving()
     options = ServeOptions(**{"port": 0, **given.some(TryFlags)}, page=True)
-    status = try_out(model, options=options, read=input if sys.stdin.isatty() else None, **given.some(*LOADING))
+    read = input if sys.stdin.isatty() else None
+    status = process.try_out(model, options=options, read=read, **given.some(*LOADING))
     return Outcome(values={"exit_code": status}, lines=[], exit_code=status)
 
 
 def load_serving() -> Any:
-    """Return the module `torchlake.serving`. Raises MissingExtra without a server's libraries."""
-    from torchlake import serving
-
+    """Return the module `torchlake.serving.process`. Raises MissingExtra without a server's libraries."""
     for library in ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client"):
         need_library(library, "serve", "serve")
-    return serving
+    with plugins.without_collections():
+        return import_module("torchlake.serving.process")
 
 
 def _serve_options(given: Given) -> ServeOptions:

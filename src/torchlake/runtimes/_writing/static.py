@@ -9,6 +9,7 @@ excludes the padding, and positions count from each row's own first token. A row
 continued: its tokens are read with the prompt, which costs about as much as one step.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,8 @@ AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 "Relative to the largest logit: above rounding, below the effect of other positions."
 SEARCHED = {"cpu": 32, "cuda": 256}
 "The most beams of a batch: its rows end, and are kept, together."
+SEARCH_S = 10.0
+"Seconds that a batch of beams takes if several rows are in it: what a kill loses."
 
 
 class StaticWriter:
@@ -63,6 +66,8 @@ class StaticWriter:
         # What the folder says about sampling (temperature, penalties) is not used: no job file shows those settings.
         model.generation_config = GenerationConfig()
         self._rows: dict[int, Row] = {}
+        self._search_s: float | None = None
+        "Seconds for a token of a row's beams, in the last batch of them."
 
     @cached_property
     def padding_matters(self) -> bool:
@@ -135,6 +140,9 @@ class StaticWriter:
         alike = [row for row in self._rows.values() if likeness(row) == first]
         beams = alike[0].options.num_beams
         most = SEARCHED["cpu" if self._model.device.type == "cpu" else "cuda"] // beams
+        if not self._together:  # all ranks have as many batches
+            known = self._search_s
+            most = min(most, 0 if known is None else int(SEARCH_S / (known * max(1, alike[0].limit))))
         return alike if beams == 1 else alike[: max(1, most)]
 
     def _write(self, rows: Sequence[Row], report: Report) -> None:
@@ -170,7 +178,7 @@ class StaticWriter:
             return_dict_in_generate=True,
             output_scores=own.logprobs is not None,
         )
-        finite = _Finite(len(rows), own.num_beams, rows[0].ends[0])
+        finite, began = _Finite(len(rows), own.num_beams, rows[0].ends[0]), time.monotonic()
 
         def advance(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             report([])
@@ -186,6 +194,8 @@ class StaticWriter:
                 synced_gpus=self._together,
             )
             before = 1 if self._apart else sent["input_ids"].shape[1]
+            steps = max(1, found.sequences.shape[1] - before)
+            self._search_s = (time.monotonic() - began) / steps / len(rows)
             logprobs: Any = [()] * len(rows)
             if own.logprobs is not None:
                 logprobs = self._model.compute_transition_scores(found.sequences, found.scores, found.beam_indices)

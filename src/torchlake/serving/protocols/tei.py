@@ -143,6 +143,8 @@ async def similarity(used: ServedRequest, body: SimilarityBody) -> Any:
 async def tokenize(used: ServedRequest, body: TokenizeBody) -> Any:
     """Return the tokens of each text, with their places in it."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    if not texts:
+        raise Refused(400, "inputs: is empty", kind="Empty", field="inputs")
     if len(texts) > used.service.options.max_rows:
         raise Refused(422, f"inputs: {len(texts):,} texts; the limit is {used.service.options.max_rows:,} (--max-rows)")
     prompt = prompt_of(used, body.prompt_name) or ""

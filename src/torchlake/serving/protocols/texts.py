@@ -47,14 +47,21 @@ def checked(kind: type[Checked], value: Any, within: str = "") -> Checked:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        problems = error.errors(include_input=False, include_url=False, include_context=False)
+        problem = problems[0]
         if problem["type"] == "extra_forbidden":
             name = str(problem["loc"][-1])[:50]
             raise Refused(422, f"{within}{': ' if within else ''}{name!r} is not supported", field=name) from None
         # Positions and known names only: what a union tried, and keys of data, are of no use.
         known = {field.alias or name for name, field in kind.model_fields.items()}
-        place = [str(part) for part in problem["loc"] if isinstance(part, int) or part in known]
-        words = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        places = [[str(part) for part in one["loc"] if isinstance(part, int) or part in known] for one in problems]
+        place = places[0]
+        wrong = [one for one, at in zip(problems, places, strict=True) if at == place]
+        messages = ["Input should be an object" if one["type"] == "model_type" else one["msg"] for one in wrong]
+        first, *others = dict.fromkeys(messages)
+        words = " or ".join(
+            [first[:1].lower() + first[1:], *(each.removeprefix("Input should be ") for each in others)]
+        )
         where = ".".join([within, *place] if within else place) or "the body"
         raise Refused(422, f"{where}: {words}", field=place[0] if place else None) from None
 
