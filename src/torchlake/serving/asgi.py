@@ -167,7 +167,7 @@ class Gate:
     """What every request passes before its route, and every answer after it.
 
     It calls the routes' `handlers` itself, by path and method: FastAPI's own way to them costs a third of all that is
-    not the model. `app` answers what is no route.
+    not the model. `app` refuses everything else.
     """
 
     def __init__(self, app: Any, *, service: Service, handlers: dict[tuple[str, str], Any]) -> None:

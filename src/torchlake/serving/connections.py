@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
         self._upgrade = self.parser.should_upgrade()
         if self._upgrade:
             if self.parser.get_method() == b"CONNECT":  # what follows would not be HTTP
-                self._refuse(405, "this is no proxy")
+                self._refuse(405, "this server is not a proxy")
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADERS:
             self._too_large()

@@ -16,7 +16,7 @@ class EmbeddingsBody(Body):
 
     input: str | list[Any]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
     user: str | None = None
 
