@@ -11,7 +11,7 @@ import psutil
 
 
 class Peer(NamedTuple):
-    """A server: its environment and function of `_serving_peers.py` ("": torchlake), its route and body for a text."""
+    """A server: environment and function of `_serving_peers.py` ("": torchlake), route, and the body of a request."""
 
     environment: str = "main"
     function: str = ""

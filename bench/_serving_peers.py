@@ -37,7 +37,7 @@ def sentence_fastapi(model: str, port: int) -> None:
 
 
 def pipeline_fastapi(model: str, port: int) -> None:
-    """transformers' pipeline in FastAPI, in the same way; the vector of a text is the mean of its tokens'."""
+    """transformers' pipeline in FastAPI, in the same way; a row's vector is the mean of its tokens'."""
     import torch
     import uvicorn
     from fastapi import FastAPI

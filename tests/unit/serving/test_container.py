@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,), (packages,) = folder.glob("*.whl"), folder.glob("env/lib/*/site-packages")
     install = [str(folder / "env" / "bin" / "pip"), "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
     subprocess.run(install, check=True)
-    # A folder in a path file is no place of packages itself: an editable torchlake there is not seen.
+    # Path files of a folder that a path file names are not read, so an editable torchlake there is not seen.
     (packages / "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     show = "import torchlake; print(torchlake.__file__)"
     found = subprocess.run([folder / "env/bin/python", "-c", show], capture_output=True, text=True, check=True)

@@ -338,7 +338,7 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
         body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": parameters}
         assert vectors.post("/similarity", body).status_code == status
     assert vectors.post("/embed", {"inputs": "a", "prompt_name": "no"}).json()["error"].endswith("the prompts query")
-    for form in ("float", "base64"):
+    for form in ("float", "base64", None):
         body = {"input": texts, "model": "embedder", "encoding_format": form, "dimensions": 16}
         answer = vectors.post("/v1/embeddings", body).json()
         values = [one["embedding"] for one in answer["data"]]

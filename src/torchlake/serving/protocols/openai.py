@@ -16,7 +16,7 @@ class EmbeddingsBody(Body):
 
     input: str | list[Any]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
     user: str | None = None
 
@@ -43,5 +43,5 @@ async def embeddings(used: ServedRequest, body: EmbeddingsBody) -> Any:
     return {"object": "list", "data": data, "model": used.service.name, "usage": usage}
 
 
-def _written(vector: np.ndarray, form: str) -> Any:
-    return vector if form == "float" else base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+def _written(vector: np.ndarray, form: str | None) -> Any:
+    return vector if form != "base64" else base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
