@@ -9,6 +9,7 @@ pipe holds. Cost: 0.8 s and 60 MB for each process that renders, and 20 microsec
 
 import atexit
 import json
+import logging
 import os
 import select
 import signal
@@ -19,10 +20,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from typing import Any, Literal
 
 from torchlake.errors import DataError
 from torchlake.tasks._answer_spans import Rendered
+
+log = logging.getLogger(__name__)
 
 CPU_S = 2.0
 "CPU seconds for one conversation; most take a thousandth of this."
@@ -146,6 +150,8 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
         return [ValueError("the tokenizer has no chat template") for _ in requests]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     sources = [_source(tokenizer, None), _source(tokenizer, [])]  # for tools it may be another
+    if "tools" not in sources[1] and any(request.tools for request in requests):
+        _warn_of_tools()
     time = getattr(tokenizer, "time_of_job", None)
     template_key = json.dumps([sources, dict(tokenizer.special_tokens_map), sorted(special), time], default=str)
     lines = [json.dumps(vars(request), default=str).encode() + b"\n" for request in requests]
@@ -166,6 +172,12 @@ def render(tokenizer: Any, requests: Sequence[Request]) -> list[list[Rendered] |
                 if exceeded >= MAX_CONSECUTIVE_LIMITS:
                     break
     return found
+
+
+@cache
+def _warn_of_tools() -> None:
+    """Say once per process that tools are left out."""
+    log.warning("the chat template does not write tools, so the model does not read them.")
 
 
 def _source(tokenizer: Any, tools: list[Any] | None) -> str:

@@ -170,7 +170,12 @@ def test_a_batch_of_beams_has_as_many_rows_as_its_time_allows(tmp_path: Path, mo
     _, writer, _ = writers(tmp_path / "model", "llama")
     rows = [replace(one, options=replace(one.options, max_new_tokens=4)) for one in prompts(num_beams=2)]
     search, sizes = writer._search, list[int]()
-    monkeypatch.setattr(writer, "_search", lambda some, report: (sizes.append(len(some)), search(some, report)))
+
+    def counted(some: Sequence[Any], report: Any) -> None:
+        sizes.append(len(some))
+        search(some, report)
+
+    monkeypatch.setattr(writer, "_search", counted)
     found = write(writer, rows, Budget(tokens=10**6, rows=100))
     assert sizes == [1, len(rows) - 1]
     monkeypatch.setattr("torchlake.runtimes._writing.static.SEARCH_S", 0.0)

@@ -151,6 +151,20 @@ def test_the_templates_own_error_is_told() -> None:
     assert errors == {0: "bad_chat: roles must alternate"}
 
 
+def test_tools_that_a_template_leaves_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and only if there are any."""
+    tool = {"type": "function", "function": {"name": "weather"}}
+    plain = _rendering.Request(messages=CHAT)
+    asked = replace(plain, tools=[tool])
+    _rendering._warn_of_tools.cache_clear()
+    _rendering.render(tokenizer("{{ tools | tojson }}"), [asked])
+    _rendering.render(tokenizer("fine"), [plain])
+    assert caplog.messages == []
+    for _ in range(2):
+        _rendering.render(tokenizer("fine"), [plain, asked])
+    assert caplog.messages == ["the chat template does not write tools, so the model does not read them."]
+
+
 def test_a_template_that_never_fits_is_given_up() -> None:
     """Five rows in a row; a row that renders begins the count anew."""
     template = "{% if 'evil' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% else %}fine{% endif %}"

@@ -10,20 +10,20 @@ continued: its tokens are read with the prompt, which costs about as much as one
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig
 
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import in_words
 from torchlake.models.generation import NON_FINITE, GenerationOptions, settings_for, start_token
 from torchlake.runtimes import EMPTY, Report, Text
-from torchlake.runtimes._writing.choosing import choose, look_ahead
+from torchlake.runtimes._writing.processors import Choosing, Finite, Stopping
 from torchlake.runtimes._writing.row import Row
 
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -156,13 +156,13 @@ class StaticWriter:
         if begun >= most or all(row.reason is not None for row in rows):
             tell()
             return
-        choosing = _Choosing(rows)
+        choosing = Choosing(rows)
         with self._without_gradients():
             self._model.generate(
                 **{name: torch.from_numpy(each).to(self._model.device) for name, each in self._inputs(rows).items()},
                 generation_config=self._config(most, begun),
                 logits_processor=[choosing],
-                stopping_criteria=[_Stopping(choosing, tell)],
+                stopping_criteria=[Stopping(choosing, tell)],
                 synced_gpus=self._together,
             )
 
@@ -178,7 +178,7 @@ class StaticWriter:
             return_dict_in_generate=True,
             output_scores=own.logprobs is not None,
         )
-        finite, began = _Finite(len(rows), own.num_beams, rows[0].ends[0]), time.monotonic()
+        finite, began = Finite(len(rows), own.num_beams, rows[0].ends[0]), time.monotonic()
 
         def advance(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             report([])
@@ -270,54 +270,3 @@ def padded(prompts: Sequence[np.ndarray], pad_id: int, *, left: bool) -> tuple[n
         place = slice(width - len(prompt), width) if left else slice(0, len(prompt))
         ids[row, place], mask[row, place] = prompt, 1
     return ids, mask
-
-
-class _Choosing(LogitsProcessor):
-    """Masks all tokens of a row except the chosen one; `chosen` (B,) are those of the last step."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-        self.chosen = np.zeros(len(rows), np.int64)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        running = [place for place, row in enumerate(self.rows) if row.reason is None]
-        if len(running) == len(self.rows):
-            self.chosen = choose(scores, self.rows)
-        elif running:
-            self.chosen[running] = choose(scores[running], [self.rows[place] for place in running])
-        places = torch.from_numpy(self.chosen.clip(min=0)).to(scores.device)[:, None]
-        alone: Any = torch.full_like(scores, -torch.inf).scatter_(1, places, 0.0)
-        return alone  # type: ignore[no-any-return]
-
-
-class _Stopping(StoppingCriteria):
-    """Gives each row its token, ends it, and reports."""
-
-    def __init__(self, choosing: _Choosing, tell: Callable[[], None]) -> None:
-        self.choosing, self.tell = choosing, tell
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.Tensor:
-        rows = self.choosing.rows
-        for row, token in zip(rows, self.choosing.chosen.tolist(), strict=True):
-            if row.reason is None:
-                row.take(token)
-        look_ahead(rows)
-        self.tell()
-        return torch.tensor([row.reason is not None for row in rows], device=input_ids.device)
-
-
-class _Finite(LogitsProcessor):
-    """Ends the beams whose scores are not finite, so that no other one is compared to them."""
-
-    def __init__(self, rows: int, beams: int, end: int) -> None:
-        self.bad = np.zeros(rows, bool)
-        "(B,), the rows that had such scores."
-        self._beams, self._end = beams, end
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        nan = scores.amax(-1).isnan()  # they are logarithms: NaN if any logit is NaN or infinity
-        if nan.any():
-            self.bad |= nan.view(-1, self._beams).any(1).cpu().numpy()
-            scores[nan] = -torch.inf
-            scores[nan, self._end] = 0.0
-        return scores
