@@ -27,7 +27,8 @@ def word_hints(
 ) -> tuple[str, dict[str, pa.Array]]:
     """Return how words were judged, and of each row `label_quality`, that of its least likely tag, `label_issue`, and
     `suggested`, the words to look at with the tag that the model expects; null for rows that failed."""
-    first, fits, sizes, words, chances, own = 0, True, [], [], [], []
+    first, fits, chances = 0, True, list[np.ndarray]()
+    sizes, words, own = [], [], []
     for part in parts:
         known = labels.slice(first, len(part)).combine_chunks()
         first += len(part)
@@ -42,7 +43,7 @@ def word_hints(
         words.append(np.stack([*places, tags, given.argmax(axis=1)]))
         own.append(given[np.arange(len(tags)), tags].astype(np.float64))
         sizes.append(counts)
-        fits = fits and sum(map(np.size, chances)) + given.size <= CLEANLAB_NUMBERS
+        fits = fits and sum(one.size for one in chances) + given.size <= CLEANLAB_NUMBERS
         chances = [*chances, given] if fits else []
     every = np.concatenate(words, axis=1)
     how, quality, issue = _judged(every, np.concatenate(chances) if fits else None, np.concatenate(own))
