@@ -55,9 +55,8 @@ def test_the_best_model_is_measured_on_the_validation_rows(tmp_path: Path, name:
     assert title in (run.path / PAGE / "eval.html").read_text()
     assert 'href="eval/eval.html"' in (run.path / "report.html").read_text()
     assert sorted(path.name for path in (run.path / PAGE).iterdir()) == ["eval.html", "eval.json", "rows.parquet"]
-    same = compare(run.path, run.path).differences
-    assert same
-    assert {one.difference for one in same} == {0}
+    if kind != "language":  # which has no labels
+        assert {one.difference for one in compare(run.path, run.path).differences} == {0}
     sent = Evaluated.of(run.path).tables
     assert sent.keys() == ({"per_class", "worst_rows"} if kind == "spans" else {"worst_rows"})
 
