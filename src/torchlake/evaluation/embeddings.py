@@ -42,7 +42,7 @@ RESAMPLES = 200
 BASELINE_PAIRS = 20_000
 "Pairs up to which second texts are searched by words in common, and both are scored by the base model, in memory."
 BASELINE_AFTER_TRAINING = 2_000
-"The same for the base model where nobody has asked for the page."
+"The same for the base model after a training."
 
 Predict = Callable[..., Any]
 "`predict` with the model and its options, without table and columns."

@@ -76,26 +76,26 @@ def store(run: Path, outcome: Mapping[str, float], numbers: np.ndarray, answers:
     atomic_io.write_bytes(run / STORED, out.getvalue(), site="run.validation")
 
 
-def write_page(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], engine: Engine) -> str | None:
-    """Write the page of the validation rows of the best model, if there are any; return why if it is not written.
+def write_page(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any], engine: Engine) -> dict[str, str]:
+    """Write the page of the validation rows of the best model, if there are any; return {}, or as `page` why not.
 
     A failure is a warning: the model is trained.
     """
     atomic_io.remove([run / PAGE / FACTS])  # of the model before more epochs
     if job.data.validation is None:
-        return None
+        return {}
     try:
         why = _left_out(run, job, spec, result)
         if why is None and has_page(spec):
             _write(run, job, spec, result, engine.spread)
         elif why is None:
             _measure(run, job, spec, engine)
-        return None if why is None else f"There is no page: {why}."
+        return {} if why is None else {"page": f"There is no page: {why}."}
     except Interrupted:
         raise
     except Exception as error:
         log.warning("%s: the page of the validation rows was not written: %s: %s", run, type(error).__name__, error)
-        return f"The page was not written: {type(error).__name__}: {error}"
+        return {"page": f"The page was not written: {type(error).__name__}: {error}"}
 
 
 def _left_out(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any]) -> str | None:

@@ -25,8 +25,8 @@ from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS, ReportRequest, as_command, evaluating, provenance_of, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import KINDS, hints_of, trained_on, training_hashes
-from torchlake.evaluation.sections.labels import encoded_labels, labels_of, targets_of
+from torchlake.evaluation.sections.hints import KINDS, hints_of, trained_on, training_hashes, word_hints
+from torchlake.evaluation.sections.labels import encoded_labels, labels_of, prompt_columns, targets_of
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import (
     RowColumns,
@@ -39,7 +39,6 @@ from torchlake.evaluation.sections.rows import (
     write_rows,
 )
 from torchlake.evaluation.sections.slices import refuse_slices
-from torchlake.evaluation.sections.words import word_hints
 from torchlake.evaluation.writing import estimator
 from torchlake.metrics import (
     MAX_RANKED_CLASSES,
@@ -52,7 +51,6 @@ from torchlake.metrics import (
 from torchlake.models.folders import model_hash
 from torchlake.outputs.staging.spool import spooled
 from torchlake.scoring import predict as predicting
-from torchlake.scoring.options.table import COLUMN
 from torchlake.scoring.rows import Runtime
 from torchlake.storage.spread import Spread
 from torchlake.tables.arrays import plain_column
@@ -62,8 +60,6 @@ from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import Table, missing_column, open_table
 from torchlake.tasks import ColumnOptions
-from torchlake.tasks._chat import NAMES
-from torchlake.tasks._null_rows import columns_in
 
 PREFIX = "predicted_"
 RESAMPLES = 1000
@@ -139,11 +135,6 @@ class Measuring:
             return [str(one) for one in table]
         return str(table) if isinstance(table, str | Path) else f"a {type(table).__name__} in memory"
 
-    @property
-    def trained_on(self) -> list[Path]:
-        """The files with the hashes of the rows that the model was trained on."""
-        return [] if self.validation_of is not None else training_hashes(self.folder)
-
     def made(self, spec: TaskSpec) -> dict[str, Any]:
         """Return how the evaluation is made."""
         return {
@@ -211,8 +202,8 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
         refuse_slices(source.schema, request.slices)
         shown = [name for name in inputs if not (request.no_texts or is_content(source.schema.field(name).type))]
         columns = RowColumns(key=request.key, label=spec.label, prefix=PREFIX, slices=request.slices, inputs=shown)
-        images = "image" in plugins.load("tasks", spec.task).inputs
-        trained = [] if writes or images else job.trained_on
+        unseen = writes or job.validation_of is not None or "image" in plugins.load("tasks", spec.task).inputs
+        trained = [] if unseen else training_hashes(job.folder)
         known = labels_of(source, spec, job.spread, hashed=bool(trained))
         kept = list(dict.fromkeys([spec.label, *columns.copied.values()]))
         more = {} if writes else {"token_counts": True}
@@ -235,14 +226,6 @@ def _reported(job: Measuring, spec: TaskSpec, request: ReportRequest, output: Pa
     slices = [stored_name(name) for name in request.slices]
     publish(folder, found.to_json(), kind=kind, identity=job.identity(spec), made=made, slices=slices, hints=by)
     return replace(found, report=folder)
-
-
-def prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns of the prompts of a model that writes: those named, or the one that is found by its name."""
-    if prompt is not None:
-        return columns_in(prompt)
-    named = [name for name in spec.input_columns if name in schema.names and name != spec.label]
-    return tuple(named or [name for name in (COLUMN, *NAMES) if name in schema.names][:1])
 
 
 def measured(parts: Iterable[pa.Table], known: pa.Table, spec: TaskSpec) -> Evaluation:

@@ -34,10 +34,11 @@ from torchlake.data.packing import Blocks, input_ids_of, pack
 from torchlake.engines import Engine, Resources
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.evaluation.labeled import Measuring, prompt_columns
+from torchlake.evaluation.labeled import Measuring
 from torchlake.evaluation.report import FACTS, ReportRequest, evaluating, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import inputs_of, trained_on
+from torchlake.evaluation.sections.hints import inputs_of, trained_on, training_hashes
+from torchlake.evaluation.sections.labels import prompt_columns
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import FIXED, among_all, is_content, stored_name, write_rows
 from torchlake.evaluation.sections.slices import refuse_slices
@@ -168,7 +169,7 @@ def _rows(
     made["loss"] = among_all(pa.array(sums / np.maximum(counts, 1), mask=counts == 0), usable)
     made["tokens"] = among_all(counts.astype(np.int32), usable)
     made |= {"truncated": pc.greater(about["cut"], 0), "error": about["error"]}
-    if trained := job.trained_on:
+    if job.validation_of is None and (trained := training_hashes(job.folder)):
         known = trained_on(trained, inputs_of(about[HASHES].combine_chunks()))
         made["trained_on"] = pc.and_(pa.array(known), usable)
     fixed = pa.table({"row_id": about["row_id"], **made})

@@ -126,7 +126,7 @@ def folded(title: str, form: str, content: Any) -> tuple[str, Any]:
 
 
 MARKED = ("label", "prediction", "suggested")
-"The spans that are marked in a text."
+"The columns whose spans are marked."
 
 # Cards: the rows that a page shows, each with its facts and texts.
 

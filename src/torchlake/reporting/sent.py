@@ -29,7 +29,7 @@ class Evaluated:
             return cls({}, None)
         facts = redacted(atomic_io.read_json(folder / "eval.json"))
         found, tables = facts["sections"], {}
-        scores = found.get("classes") or found.get("labels") or []
+        scores = found.get("classes") or found.get("labels") or found.get("entities", {}).get("types", [])
         if scores:
             names = ["precision", "recall", "f1"]
             rows = [[one["label"], one["rows"], *(one[name][0] for name in names)] for one in scores]

@@ -137,8 +137,7 @@ def train_run(
             from torchlake.evaluation import held_out
 
             # Before the trackers end, which send it.
-            if (why := held_out.write_page(folder, wanted, spec, result, engine)) is not None:
-                result["page"] = why
+            result |= held_out.write_page(folder, wanted, spec, result, engine)
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake.reporting import report
 

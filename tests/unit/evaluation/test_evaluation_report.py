@@ -116,9 +116,7 @@ def test_training_writes_the_page_of_its_validation_rows(tmp_path: Path, tiny_be
     broken = stored.set_column(1, "answers", pa.array(answers, stored.schema.field("answers").type))
     pq.write_table(broken, run.path / held_out.STORED)
     result = json.loads((run.path / "result.json").read_text())
-    held_out.write_page(
-        run.path, load_job(run.path / "job.yaml"), load_spec(run.path / "model"), result, Local().spread
-    )
+    held_out.write_page(run.path, load_job(run.path / "job.yaml"), load_spec(run.path / "model"), result, Local())
     facts = json.loads((run.path / "eval" / "eval.json").read_text())
     assert facts["errors"] == {"non_finite": 1}
     assert facts["metrics"]["accuracy"]["low"] is not None

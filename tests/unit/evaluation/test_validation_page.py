@@ -9,7 +9,9 @@ import pytest
 
 import task_cases
 import training_runs as runs
+from torchlake.evaluation.compare import compare
 from torchlake.evaluation.held_out import PAGE
+from torchlake.reporting.sent import Evaluated
 from torchlake.training.train import train
 
 FAST: dict[str, Any] = {"max_steps": 2, "batch_size": 16}
@@ -53,6 +55,10 @@ def test_the_best_model_is_measured_on_the_validation_rows(tmp_path: Path, name:
     assert title in (run.path / PAGE / "eval.html").read_text()
     assert 'href="eval/eval.html"' in (run.path / "report.html").read_text()
     assert sorted(path.name for path in (run.path / PAGE).iterdir()) == ["eval.html", "eval.json", "rows.parquet"]
+    if kind != "language":  # which has no labels
+        assert {one.difference for one in compare(run.path, run.path).differences} == {0}
+    sent = Evaluated.of(run.path).tables
+    assert sent.keys() == ({"per_class", "worst_rows"} if kind == "spans" else {"worst_rows"})
 
 
 def test_a_validation_table_and_its_key_name_the_rows(tmp_path: Path) -> None:

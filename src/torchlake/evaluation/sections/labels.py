@@ -13,6 +13,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.errors import DataError
 from torchlake.preparation.row_checks import input_hashes
+from torchlake.scoring.options.table import COLUMN
 from torchlake.storage.spread import Spread
 from torchlake.tables.arrays import string_column
 from torchlake.tables.chunks import plan_chunks
@@ -21,7 +22,8 @@ from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
-from torchlake.tasks._chat import without_fillers
+from torchlake.tasks._chat import NAMES, without_fillers
+from torchlake.tasks._null_rows import columns_in
 
 
 def labels_of(source: Table, spec: TaskSpec, spread: Spread, *, hashed: bool = False) -> pa.Table:
@@ -78,3 +80,11 @@ def encoded_labels(labels: pa.Array, spec: TaskSpec) -> pa.Array:
 def targets_of(labels: pa.Array, spec: TaskSpec) -> np.ndarray:
     encoded = plugins.load("tasks", spec.task).encode_labels(labels, spec)
     return np.asarray(as_matrix(from_arrow(encoded))) if len(labels) else np.zeros(0, dtype=np.int64)
+
+
+def prompt_columns(spec: TaskSpec, prompt: str | None, schema: pa.Schema) -> tuple[str, ...]:
+    """Return the columns of the prompts of a model that writes: those named, or the one that is found by its name."""
+    if prompt is not None:
+        return columns_in(prompt)
+    named = [name for name in spec.input_columns if name in schema.names and name != spec.label]
+    return tuple(named or [name for name in (COLUMN, *NAMES) if name in schema.names][:1])
