@@ -1,8 +1,8 @@
 """Metrics with bootstrap intervals; the formulas are scikit-learn's and scipy's.
 
 Implemented here: the expected calibration error; scores that are computed from counts, because scikit-learn makes a
-matrix of all classes for each resample; and the percentile bootstrap, because `scipy.stats.bootstrap` rejects tables of
-one row, and gives no interval if one resample is undefined.
+matrix of all classes for each resample; AUC, because it sorts each resample; and the percentile bootstrap, because
+`scipy.stats.bootstrap` rejects tables of one row, and gives no interval if one resample is undefined.
 
 Rows are sorted first, so the numbers do not depend on the order of the table. A metric is NaN where it is undefined
 (AUC of one class); such resamples are left out and counted.
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from torchlake.labels.predictions import THRESHOLD
 
 ECE_BINS = 15
 MAX_RANKED_CLASSES = 100
-"With more classes AUC is not computed, because it sorts the rows once per class, and not all probabilities are kept."
+"With more classes AUC is not computed, because it ranks the rows once per class, and not all probabilities are kept."
 MAX_MATRIX_CLASSES = 1000
 "With more classes there is no confusion matrix."
 
@@ -90,6 +91,16 @@ class ClassAnswers:
         made = {name: column[order] for name, column in columns.items()}
         return cls(**made, chances=None if chances is None else chances[order])
 
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """The place of each probability among the different ones of its class, (N, C); of two classes, of the second.
+
+        Sorted once for all resamples.
+        """
+        assert self.chances is not None
+        columns = self.chances.T[1:] if self.chances.shape[1] == 2 else self.chances.T
+        return np.stack([np.unique(one, return_inverse=True)[1].astype(np.int32) for one in columns], axis=1)
+
     def metrics(self, classes: int, rows: Any = slice(None)) -> dict[str, float]:
         """Return the metrics of some rows."""
         truth, said, confidence = self.truth[rows], self.said[rows], self.confidence[rows]
@@ -100,7 +111,7 @@ class ClassAnswers:
         found["log_loss"] = float(-np.log(np.clip(self.given[rows], least, 1 - least)).mean())
         found["ece"] = calibration(*confidence_bins(confidence, right))
         if self.chances is not None:
-            found["auc"] = float(_auc(self.chances[rows], truth))
+            found["auc"] = _auc(self.ranks[rows], truth)
         return found
 
 
@@ -257,17 +268,21 @@ def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[s
     return metrics
 
 
-def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
-    """Return the AUC of the second of two classes; of more, the mean AUC of each that occurs against the rest."""
-    from sklearn.metrics import roc_auc_score
+def _auc(ranks: np.ndarray, targets: np.ndarray) -> float:
+    """Return the AUC of the second of two classes; of more, the mean AUC of each that occurs against the rest.
 
-    classes = np.unique(targets)
-    if len(classes) == 1:
-        return np.nan
-    if scores.shape[1] == 2:
-        return roc_auc_score(targets, scores[:, 1])
-    # Targets become columns of 0 and 1, because multi_class="ovr" fails when one of the classes does not occur.
-    return roc_auc_score(targets[:, None] == classes, scores[:, classes], average="macro")
+    `ranks` (N, 1) of the second class, or (N, C). AUC is the share of pairs of a row of the class and another one in
+    which the first has the higher rank; pairs of one rank count half.
+    """
+    present = np.unique(targets)
+    if len(present) == 1:
+        return float("nan")
+    of_two, found = ranks.shape[1] == 1, []
+    for number in [1] if of_two else present:
+        rank, mine = ranks[:, 0 if of_two else number], targets == number
+        here, others = (np.bincount(rank[some], minlength=int(rank.max()) + 1) for some in (mine, ~mine))
+        found.append(here @ (others.cumsum() - others / 2) / (mine.sum() * (~mine).sum()))
+    return float(np.mean(found))
 
 
 def confidence_bins(confidence: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
