@@ -192,7 +192,8 @@ def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:May not flag all label issues")
-def test_words_to_look_at_are_those_of_cleanlabs_token_form(tmp_path: Path, page_libraries: None) -> None:
+@pytest.mark.usefixtures("page_libraries")
+def test_words_to_look_at_are_those_of_cleanlabs_token_form(tmp_path: Path) -> None:
     from cleanlab.token_classification.filter import find_label_issues
     from cleanlab.token_classification.rank import get_label_quality_scores
 
