@@ -106,6 +106,7 @@ def to_arrow(array: Array, kind: pa.DataType) -> pa.Array:
 
 
 def _numbers(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    # Not by `pa.array`, which imports pandas: a start would take longer.
     return from_numpy(values.astype(FLOATS.get(str(kind), str(kind)), copy=False))
 
 

@@ -39,11 +39,11 @@ def serve() -> None:
     with suppress(OSError, ValueError):  # systems without /proc have no such limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES,) * 2)
-    told = 0.0
+    flushed = 0.0
     for line in sys.stdin.buffer:
-        if line == b"\n" or time.monotonic() > told + TOGETHER_S:
+        if line == b"\n" or time.monotonic() > flushed + TOGETHER_S:
             answers.flush()
-            told = time.monotonic()
+            flushed = time.monotonic()
         if line == b"\n":
             continue
         given = json.loads(line)
