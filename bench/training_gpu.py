@@ -57,7 +57,7 @@ CONTENDERS = {
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=20, rounds=1, tiny=0)
+    options = arguments(__doc__, steps=20, rounds=1, tiny=0, compiled=1)
     if _gpu.device() == "cpu" and not options.tiny:
         print("training_gpu: skipped: torch finds no GPU here")
         return
@@ -65,11 +65,11 @@ def main() -> None:
     assert rate is not None, "every device multiplies bf16"
     rows: list[dict[str, Any]] = [{"name": f"{_gpu.card()}: bf16 matrix product", "tflops": rate / 1e12, "share": 1.0}]
     for case in TINY if options.tiny else CASES:
-        rows += measure(case, options.steps, options.rounds, rate, compiled=not options.tiny)
+        rows += measure(case, options.steps, options.rounds, rate, compiled=bool(options.compiled) and not options.tiny)
         if options.json:
             print(json.dumps({"rows": rows}), flush=True)  # what is left of a run that is stopped
     note = f"{_gpu.card()}, bf16, {options.steps} steps, the first {WARM_UP} not counted, best of {options.rounds}"
-    finish("training_gpu", rows, as_json=options.json, note=note, keep=not options.tiny)
+    finish("training_gpu", rows, as_json=options.json, note=note, keep=not options.tiny and bool(options.compiled))
 
 
 def measure(case: Case, steps: int, rounds: int, rate: float, *, compiled: bool) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The rows, models and settings behind TRL's golden losses: `tools/golden_trl.py` writes them, tests read them.
 
-The tool runs in TRL's environment, which has no torchlake, so this file imports torch, transformers and numpy only.
-Models and tokenizer are bytes that follow from these lines alone: no random number generator of torch, no training.
+The tool runs in TRL's environment, which has no torchlake, so this file imports torch, transformers, numpy and pyarrow
+only. Models and tokenizer are bytes that follow from these lines alone: no random numbers of torch, no training.
 """
 
 import json
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -159,3 +161,26 @@ def read(name: str) -> tuple[list[Row], dict[str, Any], dict[str, dict[str, floa
             for column, value in zip(columns.values(), rest.split(), strict=True):
                 column[kind] = float(value)
     return rows, settings, columns
+
+
+def sections(folder: Path, base: Path, settings: dict[str, Any], rows: list[Row], steps: int) -> dict[str, Any]:
+    """The job that does what TRL's settings say: an epoch is one step."""
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    data: dict[str, Any] = {"train": str(folder / "rows.parquet"), "validation": None}
+    if "messages" in rows[0]:
+        data |= {"text": "messages", "learn": "assistant"}
+    else:
+        data |= {"text": "prompt", **{name: name for name in rows[0] if name != "prompt"}}
+    train = {name: settings[name] for name in ("optimizer", "learning_rate", "clip_norm")}
+    train |= {"momentum": 0.0} if settings["optimizer"] == "sgd" else {}
+    train |= {"epochs": steps, "batch_size": 1000, "schedule": "constant", "warmup": 0.0, "weight_decay": 0.0}
+    train |= {"precision": "fp32", "checkpoint_every": "1000steps", "keep_checkpoints": 1}
+    preference = {name: settings[name] for name in ("loss", "beta", "sft_weight") if name in settings}
+    if preference:
+        train["preference"] = preference
+    return {
+        "data": data,
+        "model": {"base": str(base), "task": "text_generation", "max_length": LENGTH},
+        "train": train,
+    }

@@ -21,6 +21,7 @@ import time
 import tomllib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Part:
 def parts(*, gpu: bool) -> list[Part]:
     """Return the parts, the cheapest evidence first."""
     tests = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    together = ("-p", "xdist", "-n", str(min(6, (os.cpu_count() or 1) // 2))) if find_spec("xdist") else ()
     quick = ("--tiny", "1") if not gpu else ()
     rates = "import json, _gpu; print(json.dumps(_gpu.matrix_rates(%s)))" % ("_gpu.SIZE" if gpu else "256")
     return [
@@ -59,6 +61,7 @@ def parts(*, gpu: bool) -> list[Part]:
                     "-q",
                     "--tb=short",
                     "--show-capture=no",
+                    *together,
                     f"tests/gpu/{name}",
                 ),
                 limit_s=150,
@@ -69,6 +72,12 @@ def parts(*, gpu: bool) -> list[Part]:
             name="scoring_gpu",
             command=("bench/scoring_gpu.py", "--json", "--rounds", "2", "--rows", "4096" if gpu else "200", *quick),
             limit_s=180,
+            measures=True,
+        ),
+        Part(
+            name="writing_gpu",
+            command=("bench/writing_gpu.py", "--json", "--rounds", "1", "--rows", "512" if gpu else "32", *quick),
+            limit_s=150,
             measures=True,
         ),
         Part(

@@ -18,7 +18,7 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
-from torchlake.models.tokenizer_file import CONFIG, TextTokenizer, read_tokenizer_file
+from torchlake.models.tokenizer_file import CONFIG, TextTokenizer, check_library, read_tokenizer_file
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokeni
 
 
 def _check_config(folder: Path) -> None:
-    """Check the folder, and refuse an unknown key of the tokenizer."""
+    """Check the folder and the library, and refuse an unknown key of the tokenizer."""
+    check_library()
     check_folder(folder, weights=False)
     if (folder / CONFIG).is_file():
         check_keys(folder / CONFIG, atomic_io.read_json(folder / CONFIG), known_keys.TOKENIZER)

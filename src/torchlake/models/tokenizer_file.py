@@ -8,10 +8,13 @@ here only if the result is certain to be the same; otherwise the caller must use
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
+from torchlake.errors import UsageError, pip_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,6 +49,25 @@ ROBERTA_TOKENS = {
     "pad_token": "<pad>",
     "mask_token": "<mask>",
 }
+
+
+@cache
+def check_library() -> None:
+    """Raise UsageError if `tokenizers` loses what is cut from a text: 0.23.1 and 0.23.2 do (tokenizers#2091).
+
+    Windows of long texts would lack tokens, and rows would not be counted as truncated.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    found = made.encode("a a a a a a")
+    if sum(len(piece.ids) for piece in (found, *found.overflowing)) != 6:
+        raise UsageError(
+            f"tokenizers {version('tokenizers')} loses the tokens of a text beyond its maximum length. Install another "
+            f"release: {pip_install('tokenizers>=0.23.3')}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

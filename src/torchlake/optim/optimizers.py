@@ -120,6 +120,16 @@ def set_learning_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:
         group["lr"] = rate * group[SCALE]
 
 
+def start_at_zero(optimizer: "torch.optim.Optimizer") -> None:
+    """Give SGD its moments before the first step. Those that torch makes are not set if that step is not applied."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def skips_on_device(optimizer: "torch.optim.Optimizer") -> bool:
     """Return whether the optimizer's kernel reads `found_inf`, so that the host need not wait to know if a step is
     applied."""

@@ -123,9 +123,13 @@ def writer_of(model: Any, folder: Path, options: GenerationOptions) -> Writer:
 
 def load_log_probs(folder: Path, spec: TaskSpec, *, device: str) -> LogProbs:
     """Load the model for the log-probabilities of answers; row by row, because each has a logit for every token."""
+    return log_probs_of(load_model(folder, spec, device), folder, device)
+
+
+def log_probs_of(model: Any, folder: Path, device: str) -> LogProbs:
+    """Return the LogProbs of a model loaded from `folder`; `device` is the one of its inputs."""
     import torch
 
-    model = load_model(folder, spec, device)
     apart = bool(model.config.is_encoder_decoder)
     start = start_token(folder, model.config) if apart else 0
 

@@ -12,7 +12,7 @@ from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Piece, Pieces, Shards, Tensors
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
-from torchlake.optim.optimizers import skips_on_device
+from torchlake.optim.optimizers import skips_on_device, start_at_zero
 from torchlake.optim.precision import ComputeWeights, find_precision
 
 
@@ -77,6 +77,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tens
             optimizer.step()
         optimizer.zero_grad()
         return
+    start_at_zero(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     cast(Any, optimizer).found_inf = finite.logical_not().to(device, torch.float32)
     optimizer.step()

@@ -104,8 +104,9 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of x, weight and bias."""
         x, scale, mean, variance, count = ctx.saved_tensors
+        none = mean.new_empty(0)  # CUDA's kernel wants a tensor where CPUs take None
         by_x, by_scale, by_shift = torch.ops.aten.native_batch_norm_backward(
-            gradient.float(), x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            gradient.float(), x, scale, mean, variance, none, none, False, ctx.eps, [True, True, True]
         )
         all_scale, all_shift = _summed(torch.cat([by_scale, by_shift])).chunk(2)
         if ctx.counts:

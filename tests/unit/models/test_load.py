@@ -34,8 +34,8 @@ import tiny
 from sweeps import examples
 from torchlake.atomic_io import digest
 from torchlake.config.task_spec import Label, label_name, spec_from_json, spec_to_json
-from torchlake.errors import DataError, StorageError
-from torchlake.models import folders, load
+from torchlake.errors import DataError, StorageError, UsageError
+from torchlake.models import folders, load, tokenizer, tokenizer_file
 from torchlake.models.load import TaskSpec
 from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
@@ -532,3 +532,24 @@ def test_a_scale_comes_back_and_may_be_absent(tmp_path: Path) -> None:
     assert spec_to_json(plain).keys() == {"task", "problem", "labels", "text", "label", "max_length"}
     for spec in (plain, replace(plain, mean=-2.5, deviation=1e-3)):
         assert spec_from_json(tmp_path / "task.json", json.loads(json.dumps(spec_to_json(spec)))) == spec
+
+
+def test_a_library_that_loses_tokens_is_refused(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tokenizers 0.23.1 does: what is cut from a text is gone."""
+
+    class Forgetful:
+        def __init__(self, model: Any) -> None:
+            self.made, self.most = Tokenizer(model), 0
+
+        def enable_truncation(self, most: int) -> None:
+            self.most = most
+
+        def encode(self, text: str) -> Any:
+            return self.made.encode(" ".join(text.split()[: self.most]))
+
+    tokenizer_file.check_library.cache_clear()
+    monkeypatch.setattr("tokenizers.Tokenizer", Forgetful)
+    with pytest.raises(UsageError, match=r"loses the tokens of a text beyond its maximum length.*tokenizers>=0.23.3"):
+        tokenizer.load_text_tokenizer(tiny_bert)
+    with pytest.raises(UsageError, match="loses the tokens"):
+        tokenizer.load_tokenizer(tiny_bert)

@@ -252,10 +252,23 @@ def test_settings_that_contradict_each_other(tmp_path: Path, model: dict[str, An
     assert not (tmp_path / "run").exists()
 
 
+def unpacked(layer: quantized.QuantizedLinear) -> torch.Tensor:
+    """The weights that the packed ones stand for, by the definition of the format."""
+    shape = (layer.out_features, layer.in_features)
+    if layer.kind == "int8":
+        return layer.weight * (layer.scales[:, None] / 127)
+    packed = layer.weight.reshape(-1)
+    codes = torch.stack([packed >> 4, packed & 15], 1).reshape(-1)[: shape[0] * shape[1]].long()
+    numbers = pytest.importorskip("bitsandbytes").functional.get_4bit_type("nf4", device="cpu")[codes]
+    wide = layer.scales_of_scales.repeat_interleave(quantized.BLOCK_OF_SCALES)[: len(layer.scales)]
+    scales = layer.codes[layer.scales.long()] * wide + layer.offset
+    return (numbers * scales.repeat_interleave(quantized.BLOCK)[: len(numbers)]).reshape(shape)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_quantized_layer_computes_with_the_weights_it_stands_for(kind: str) -> None:
     bits = pytest.importorskip("bitsandbytes")
-    for outputs, inputs in ((96, 64), (30, 31)):
+    for outputs, inputs in ((96, 64), (30, 31), (16, 32), (5, 48), (128, 96), (11, 160)):
         linear = torch.nn.Linear(inputs, outputs)
         made, empty = (
             quantized._quantized(each, kind) for each in (linear, torch.nn.Linear(inputs, outputs, device="meta"))
@@ -266,6 +279,7 @@ def test_a_quantized_layer_computes_with_the_weights_it_stands_for(kind: str) ->
         x = torch.randn(3, inputs, requires_grad=True)
         answer = made(x)
         weights = made.dequantize()
+        torch.testing.assert_close(weights, unpacked(made))
         torch.testing.assert_close(answer, torch.nn.functional.linear(x, weights, linear.bias))
         (gradient,) = torch.autograd.grad(answer.square().sum(), x)
         (expected,) = torch.autograd.grad((x @ weights.T + linear.bias).square().sum(), x)

@@ -22,6 +22,7 @@ from torchlake.errors import ConfigError, MissingExtra
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
 from torchlake.optim.parameters import depths, layer_scales, layers
 from torchlake.optim.schedule import check, learning_rate, phases
+from torchlake.strategies import _native
 from torchlake.tasks._pretrained import base_model
 
 OTHERS = ("adamw_8bit", "sgd", "adafactor", "lion")
@@ -34,6 +35,28 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"adamw": {"betas": (0.8, 0.95)}, "sgd": {"momentum": 0.7}, "adafactor": {}}
+
+
+@pytest.mark.parametrize("name", ["adamw", *OTHERS])
+def test_a_first_step_that_is_not_applied_changes_no_later_one(name: str) -> None:
+    """Memory that nobody has set is NaN here; on a GPU the first step of all is such a one."""
+    train = TrainConfig(optimizer=name, **OPTIONS.get(name, {}))
+    try:
+        check_installed(train)
+    except MissingExtra as error:
+        pytest.skip(str(error))
+    torch.use_deterministic_algorithms(True)
+    try:
+        one, other = network(), network()
+        for each, outcomes in ((one, (False, True, True)), (other, (True, True))):
+            optimizer = make_optimizer(each, train)
+            for applied in outcomes:
+                each(torch.ones(4, 6)).square().sum().backward()
+                _native.step(each, optimizer, torch.tensor(applied))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def network() -> nn.Module:

@@ -55,17 +55,19 @@ class QuantizedLinear(nn.Linear):
 
     def values_of(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights (O, I) that `packed` stands for."""
-        if self.kind == "int8":
-            numbers = self.out_features * self.in_features  # `store_as` may have added some
+        numbers = self.out_features * self.in_features
+        if self.kind == "int8":  # `store_as` may have added some
             whole = packed.view(torch.int8).reshape(-1)[:numbers].reshape(self.out_features, self.in_features)
             return (whole.float() * (self.scales[:, None] / 127.0)).to(dtype)
         bits = _library()
         nested = bits.QuantState(
             absmax=self.scales_of_scales, code=self.codes, blocksize=BLOCK_OF_SCALES, dtype=torch.float32
         )
+        # The library's kernels for CPUs (0.50) take blocks not to cross rows, which they do if a row is no multiple.
+        shape = [self.out_features, self.in_features] if self.in_features % BLOCK == 0 else [numbers]
         state = bits.QuantState(
             absmax=self.scales,
-            shape=torch.Size([self.out_features, self.in_features]),
+            shape=torch.Size(shape),
             blocksize=BLOCK,
             quant_type=self.kind,
             dtype=dtype,
@@ -73,7 +75,7 @@ class QuantizedLinear(nn.Linear):
             state2=nested,
         )
         values: torch.Tensor = bits.dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1), state)
-        return values
+        return values.reshape(self.out_features, self.in_features)
 
     def keep(self, packed: torch.Tensor, **scales: torch.Tensor) -> None:
         """Take packed weights and their scales."""

@@ -24,6 +24,9 @@ from torchlake.models.generation import NON_FINITE, STUCK, GenerationOptions
 from torchlake.runtimes._writing import grammar
 from torchlake.runtimes._writing.row import Row
 
+Changes = tuple[int, np.ndarray, np.ndarray]
+"A row's place, tokens (T,) int64, and what is done to their scores, (T,) float64."
+
 
 def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
     """Return the next token of each row, (B,) int64, from the scores (B, V); NON_FINITE where a score is NaN or
@@ -52,27 +55,39 @@ def choose(scores: torch.Tensor, rows: Sequence[Row]) -> np.ndarray:
 
 def penalized(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Return the scores with the penalties of tokens that were there before, and without ends that come too early."""
-    changed: torch.Tensor | None = None
+    repeated, counted, early = list[Changes](), list[Changes](), list[Changes]()
     for place, row in enumerate(rows):
-        own, written = row.options, len(row.tokens)
-        counted = own.presence_penalty != 0 or own.frequency_penalty != 0
-        early = written < own.min_new_tokens
-        if not early and not counted and own.repetition_penalty == 1:
-            continue
-        if changed is None:
-            changed = scores.float().clone()
+        own = row.options
         if own.repetition_penalty != 1:
             seen = np.unique(np.array(row.tokens if row.reads_apart else [*row.prompt, *row.tokens], np.int64))
-            at = torch.from_numpy(seen).to(scores.device)
-            some = changed[place, at]
-            changed[place, at] = torch.where(some < 0, some * own.repetition_penalty, some / own.repetition_penalty)
-        if counted and written:
+            repeated.append((place, seen, np.full(len(seen), own.repetition_penalty)))
+        if row.tokens and (own.presence_penalty != 0 or own.frequency_penalty != 0):
             numbers, counts = np.unique(np.array(row.tokens, np.int64), return_counts=True)
-            less = torch.from_numpy(own.presence_penalty + own.frequency_penalty * counts).to(changed)
-            changed[place, torch.from_numpy(numbers).to(scores.device)] -= less
-        if early:
-            changed[place, list(row.ends)] = -torch.inf
-    return scores if changed is None else changed
+            counted.append((place, numbers, own.presence_penalty + own.frequency_penalty * counts))
+        if len(row.tokens) < own.min_new_tokens:
+            early.append((place, np.array(row.ends, np.int64), np.full(len(row.ends), -np.inf)))
+    if not (repeated or counted or early):
+        return scores
+    changed = scores.float().clone()
+    if repeated:
+        at, factors = _together(repeated, changed)
+        some = changed[at]
+        changed[at] = torch.where(some < 0, some * factors, some / factors)
+    if counted:
+        at, less = _together(counted, changed)
+        changed[at] -= less
+    if early:
+        at, nothing = _together(early, changed)
+        changed[at] = nothing
+    return changed
+
+
+def _together(changes: Sequence[Changes], like: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return all places and tokens, and all values, on the device of the scores: a few kernels for all rows."""
+    places = np.repeat([place for place, _, _ in changes], [len(tokens) for _, tokens, _ in changes])
+    tokens, values = (np.concatenate([change[part] for change in changes]) for part in (1, 2))
+    at = (torch.from_numpy(places).to(like.device), torch.from_numpy(tokens).to(like.device))
+    return at, torch.from_numpy(values).to(like)
 
 
 def look_ahead(rows: Sequence[Row]) -> None:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "flex": "flex_attention"}
 "transformers' names of the values of model.attention."
+FLEX_WIDTH = 16
+"The least numbers of a head that torch's flex attention computes on GPUs."
 PROBE = "torchlake_probe"
 aten = torch.ops.aten
 KEPT = (
@@ -197,7 +199,14 @@ def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtyp
         return f"the library flash-attn is not installed ({pip_install('flash-attn')})"
     if attention == "flex" and _attention_dropout(model.config) > 0:
         return "it has no dropout, and the model's configuration has dropout of the attention"
+    if attention == "flex" and (width := _head_width(model.config)) < FLEX_WIDTH:
+        return f"it needs heads of {FLEX_WIDTH} numbers or more, and the model's have {width}"
     return None
+
+
+def _head_width(config: Any) -> int:
+    own = config.get_text_config()
+    return int(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads)
 
 
 def _attention_dropout(config: Any) -> float:
