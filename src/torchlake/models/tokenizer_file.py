@@ -53,7 +53,7 @@ ROBERTA_TOKENS = {
 
 @cache
 def check_library() -> None:
-    """Raise UsageError if `tokenizers` loses what is cut from a text: 0.23.1 and 0.23.2 do (tokenizers#2091).
+    """Raise UsageError if `tokenizers` loses what is cut from texts: 0.23.1 and 0.23.2 do (tokenizers#2091).
 
     Windows of long texts would lack tokens, and rows would not be counted as truncated.
     """
@@ -65,7 +65,7 @@ def check_library() -> None:
     found = made.encode("a a a a a a")
     if sum(len(piece.ids) for piece in (found, *found.overflowing)) != 6:
         raise UsageError(
-            f"tokenizers {version('tokenizers')} loses the tokens of a text beyond its maximum length. Install another "
+            f"tokenizers {version('tokenizers')} loses the tokens of rows beyond the maximum length. Install another "
             f"release: {pip_install('tokenizers>=0.23.3')}"
         )
 

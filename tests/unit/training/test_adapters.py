@@ -291,7 +291,7 @@ def test_a_quantized_layer_computes_with_the_weights_it_stands_for(kind: str) ->
             quantized.store_as(holder, dtype)
             assert made.weight.dtype is dtype
             assert torch.equal(made.dequantize(), weights)
-        if kind == "nf4" and outputs * inputs % 64 == 0:
+        if kind == "nf4" and inputs % 64 == 0:  # else the library's own answer is wrong on CPUs
             theirs = bits.nn.Linear4bit(inputs, outputs, quant_type="nf4", compress_statistics=True)
             theirs.load_state_dict(linear.state_dict())
             torch.testing.assert_close(theirs.to("cpu")(x), answer, atol=1e-6, rtol=1e-5)

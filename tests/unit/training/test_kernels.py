@@ -166,6 +166,9 @@ def test_refusals_for_a_gpu(tmp_path: Path) -> None:
     if not transformers.utils.is_flash_attn_2_available():
         with pytest.raises(UsageError, match="flash-attn is not installed"):
             kernels.set_attention(llama, "flash", device=gpu, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="heads of 16 numbers or more, and the model's have 8"):
+        kernels.set_attention(llama, "flex", device=gpu, dtype=None)
+    llama.config.head_dim = 16
     kernels.set_attention(llama, "flex", device=gpu, dtype=None)
     assert llama.config._attn_implementation == "flex_attention"
     llama.config.attention_dropout = 0.1

@@ -55,15 +55,16 @@ class QuantizedLinear(nn.Linear):
 
     def values_of(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights (O, I) that `packed` stands for."""
-        numbers = self.out_features * self.in_features
-        if self.kind == "int8":  # `store_as` may have added some
+        numbers = self.out_features * self.in_features  # `store_as` may have added some
+        if self.kind == "int8":
             whole = packed.view(torch.int8).reshape(-1)[:numbers].reshape(self.out_features, self.in_features)
             return (whole.float() * (self.scales[:, None] / 127.0)).to(dtype)
         bits = _library()
         nested = bits.QuantState(
             absmax=self.scales_of_scales, code=self.codes, blocksize=BLOCK_OF_SCALES, dtype=torch.float32
         )
-        # The library's kernels for CPUs (0.50) take blocks not to cross rows, which they do if a row is no multiple.
+        # The library's fast kernels for CPUs (0.50) are wrong where a block continues in the next row. A flat shape has
+        # other kernels.
         shape = [self.out_features, self.in_features] if self.in_features % BLOCK == 0 else [numbers]
         state = bits.QuantState(
             absmax=self.scales,
@@ -74,7 +75,7 @@ class QuantizedLinear(nn.Linear):
             offset=self.offset,
             state2=nested,
         )
-        values: torch.Tensor = bits.dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1), state)
+        values: torch.Tensor = bits.dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1)[: -(-numbers // 2)], state)
         return values.reshape(self.out_features, self.in_features)
 
     def keep(self, packed: torch.Tensor, **scales: torch.Tensor) -> None:
