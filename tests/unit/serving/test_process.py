@@ -32,7 +32,7 @@ from torchlake.cli.main import main
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
 from torchlake.serving import asgi
-from torchlake.serving.process import _supervise
+from torchlake.serving.process import _supervise, listen
 from torchlake.serving.service import renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -523,3 +523,23 @@ def test_a_signal_while_the_models_are_loaded_is_answered_after_it(
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, "started again" in errors) == (0, False), errors[-2000:]
+
+
+def test_a_connection_sends_at_once() -> None:
+    """Else the body of an answer waits for the client's acknowledgment of its head."""
+
+    async def option() -> int:
+        loop, made = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        class Connection(asyncio.Protocol):
+            def connection_made(self, transport: Any) -> None:
+                own = transport.get_extra_info("socket")
+                made.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                transport.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await loop.create_server(Connection, sock=listener):
+            with socket.create_connection(listener.getsockname()):
+                return int(await made)
+
+    assert asyncio.run(option())
