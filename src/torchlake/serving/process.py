@@ -118,8 +118,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise UsageError(f"host: {host!r} is not an address of this machine ({error.strerror})") from None
-    # With the protocol, which connections take over: asyncio sends at once (TCP_NODELAY) only where it is named, and the
-    # second part of an answer would wait 40 ms for the client's acknowledgment of the first.
+    # With the protocol, which connections take over: asyncio sends at once (TCP_NODELAY) only where it is named, else
+    # the second part of an answer waits 40 ms for the client's acknowledgment of the first.
     made = socket.socket(*found[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
