@@ -23,12 +23,12 @@ LIMIT_S = 400
 BARE_VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
-folder, prompts, new = json.load(open(sys.argv[1]))
+folder, prompts, new, rounds = json.load(open(sys.argv[1]))
 llm = LLM(model=folder, dtype="bfloat16", max_model_len=max(map(len, prompts)) + new)
 given = [{"prompt_token_ids": ids} for ids in prompts]
 how = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
 best = float("inf")
-for _ in range(3):
+for _ in range(rounds + 1):  # the first one warms up
     began = time.perf_counter()
     llm.generate(given, how)
     best = min(best, time.perf_counter() - began)
@@ -37,33 +37,37 @@ print(json.dumps({"seconds": best}))
 
 
 def main() -> None:
-    given = parser(__doc__, rows=1024, new_tokens=128, rounds=2, tiny=0)
-    given.add_argument("--vllm", default="", help="Python of an environment with vLLM")
-    given.add_argument("--only", default="", help="contenders whose names have this")
-    options = given.parse_args()
+    words = parser(__doc__, rows=1024, new_tokens=128, rounds=2, tiny=0)
+    words.add_argument("--vllm", default="", help="Python of an environment with vLLM")
+    words.add_argument("--only", default="", help="contenders whose names have this")
+    options = words.parse_args()
     if _gpu.device() == "cpu" and not options.tiny:
         print("writing_gpu: skipped: torch finds no GPU here")
         return
     shape = "tiny" if options.tiny else "llama-1b"
     folder = _gpu.language_model(SCRATCH / f"gpu-{shape}-language-model", shape)
     texts = _gpu.texts(options.rows)
-    makers: dict[str, Callable[[], Callable[[], float | None]]] = {
-        f"generate, batches of {BATCH}": partial(by_generate, folder, texts, options.new_tokens),
-        "generate_batch": partial(by_generate_batch, folder, texts, options.new_tokens),
-        "torchlake eager": partial(by_torchlake, folder, texts, options.new_tokens, "eager"),
-        "torchlake bf16": partial(by_torchlake, folder, texts, options.new_tokens, "bf16"),
-        "bare vLLM": partial(by_vllm, folder, texts, options.new_tokens, options.vllm),
-        "torchlake vllm": partial(by_torchlake, folder, texts, options.new_tokens, "vllm", python=options.vllm),
+    given = (folder, texts, options.new_tokens)
+
+    def best_of(make: Callable[..., Callable[[], None]], *more: str) -> float:
+        write = make(*given, *more)
+        return min(_gpu.seconds_of(write) for _ in range(options.rounds + 1))  # the first one warms up
+
+    contenders: dict[str, Callable[[], float]] = {
+        f"generate, batches of {BATCH}": partial(best_of, by_generate),
+        "generate_batch": partial(best_of, by_generate_batch),
+        "torchlake eager": partial(best_of, by_torchlake, "eager"),
+        "torchlake bf16": partial(best_of, by_torchlake, "bf16"),
+        "bare vLLM": partial(bare_vllm, *given, options.rounds, options.vllm),
+        "torchlake vllm": partial(best_of, by_torchlake, "vllm", options.vllm),
     }
     rows: list[dict[str, Any]] = []
-    for name, make in makers.items():
+    for name, measure in contenders.items():
         if options.only not in name:
             continue
         row: dict[str, Any] = {"name": name}
         try:
-            write = make()
-            best = min(took(write) for _ in range(options.rounds + 1))  # the first one warms up
-            row["tokens_per_s"] = options.rows * options.new_tokens / best
+            row["tokens_per_s"] = options.rows * options.new_tokens / measure()
             row["ratio"] = row["tokens_per_s"] / rows[0].get("tokens_per_s", row["tokens_per_s"]) if rows else 1.0
         except Exception as error:  # a contender that cannot run here costs its own row only
             row["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
@@ -74,13 +78,6 @@ def main() -> None:
     finish("writing_gpu", rows, as_json=options.json, note=note, keep=not options.tiny and not options.only)
 
 
-def took(write: Callable[[], float | None]) -> float:
-    """The seconds of a call, or those that it says."""
-    told: list[float | None] = []
-    whole = _gpu.seconds_of(lambda: told.append(write()))
-    return told[0] or whole
-
-
 def prompts_of(folder: Path, texts: list[str]) -> list[list[int]]:
     from transformers import AutoTokenizer
 
@@ -88,14 +85,14 @@ def prompts_of(folder: Path, texts: list[str]) -> list[list[int]]:
     return found
 
 
-def model_of(folder: Path, **options: Any) -> Any:
+def model_of(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval().to(_gpu.device())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(_gpu.device())
 
 
-def by_generate(folder: Path, texts: list[str], new: int) -> Callable[[], float | None]:
+def by_generate(folder: Path, texts: list[str], new: int) -> Callable[[], None]:
     import torch
 
     model, prompts = model_of(folder), sorted(prompts_of(folder, texts), key=len)
@@ -115,7 +112,7 @@ def by_generate(folder: Path, texts: list[str], new: int) -> Callable[[], float 
     return write
 
 
-def by_generate_batch(folder: Path, texts: list[str], new: int) -> Callable[[], float | None]:
+def by_generate_batch(folder: Path, texts: list[str], new: int) -> Callable[[], None]:
     from transformers import GenerationConfig
 
     model, prompts = model_of(folder), prompts_of(folder, texts)
@@ -128,9 +125,7 @@ def by_generate_batch(folder: Path, texts: list[str], new: int) -> Callable[[], 
     return write
 
 
-def by_torchlake(
-    folder: Path, texts: list[str], new: int, runtime: str, python: str = ""
-) -> Callable[[], float | None]:
+def by_torchlake(folder: Path, texts: list[str], new: int, runtime: str, python: str = "") -> Callable[[], None]:
     from torchlake.scoring.options.settings import scoring_settings
     from torchlake.scoring.scorer import Scorer
 
@@ -151,19 +146,15 @@ def by_torchlake(
     return write
 
 
-def by_vllm(folder: Path, texts: list[str], new: int, python: str) -> Callable[[], float | None]:
+def bare_vllm(folder: Path, texts: list[str], new: int, rounds: int, python: str) -> float:
     if not python:
         raise RuntimeError("--vllm names no Python")
     given = SCRATCH / "writing_gpu.json"
-    given.write_text(json.dumps([str(folder), prompts_of(folder, texts), new]))
-
-    def write() -> float:
-        done = subprocess.run(
-            [python, "-c", BARE_VLLM, str(given)], capture_output=True, text=True, timeout=LIMIT_S, check=True
-        )
-        return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
-
-    return write
+    given.write_text(json.dumps([str(folder), prompts_of(folder, texts), new, rounds]))
+    done = subprocess.run(
+        [python, "-c", BARE_VLLM, str(given)], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import forked
 
@@ -105,3 +106,12 @@ def wait_for(condition: Callable[[], bool], *, deadline_s: float = 60.0) -> None
     while not condition():
         assert time.monotonic() < until, "the condition did not come true in time"
         time.sleep(0.02)
+
+
+def near(found: Any, expected: Any, within: float = 1e-5) -> bool:
+    """Whether answers are equal but for rounding: the company of a row changes that of its score."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near(found[name], expected[name], within) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(near(*pair, within) for pair in zip(found, expected, strict=True))
+    return bool(found == (pytest.approx(expected, abs=within) if isinstance(expected, float) else expected))

@@ -66,7 +66,7 @@ def batches(folder: Path, rows: pa.Table) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("name", sweep(RUNTIMES, quick={"eager", "varlen", "int8", "onnx"}))
 def test_pairs_have_the_answers_of_eager(name: str, kind: str, folder_of: Callable[[str], Path]) -> None:
     folder, rows = folder_of(kind), pairs(40)
-    reason = refusal(name, folder)
+    reason = refusal(name, folder, SPEC.task)
     if kind == "bert" and name in WITHOUT_TYPES and plugins.load("runtimes", name).refusal(folder) is None:
         assert reason is not None
         assert "token types" in reason

@@ -1,7 +1,6 @@
 """Every task on this machine's device: it learns and answers as on a CPU."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,21 +8,12 @@ import torch
 import tiny
 import torchlake as tl
 import training_runs as runs
+from scoring_runs import near
 from sweeps import sweep
 from task_cases import CASES
 
 LOSS, ANSWER = 1e-3, 2e-3
 "fp32 on both, but a GPU sums in another order."
-
-
-def alike(ours: Any, theirs: Any) -> bool:
-    """Whether two answers are equal but for rounding."""
-    if isinstance(ours, list | dict) and ours:
-        assert type(ours) is type(theirs)
-        assert len(ours) == len(theirs)
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, list) else ((ours[k], theirs[k]) for k in ours)
-        return all(alike(one, other) for one, other in pairs)
-    return bool(ours == pytest.approx(theirs, abs=ANSWER) if isinstance(ours, float) else ours == theirs)
 
 
 @pytest.mark.parametrize("name", sweep([name for name, case in CASES.items() if case.trains], quick=()))
@@ -44,4 +34,4 @@ def test_a_task_learns_and_answers_as_on_a_cpu(name: str, tmp_path: Path, monkey
     ours, theirs = answers
     assert ours.schema == theirs.schema
     for column in ours.column_names:
-        assert alike(ours[column].to_pylist(), theirs[column].to_pylist()), column
+        assert near(ours[column].to_pylist(), theirs[column].to_pylist(), ANSWER), column

@@ -271,3 +271,9 @@ def tensor_parallel_refusal(config: "PretrainedConfig", ranks: int) -> str | Non
         if uneven is not None:
             return f"its {uneven} {name.removeprefix('num_').replace('_', ' ')} cannot be divided among {ranks} ranks"
     return None
+
+
+def head_width(config: "PretrainedConfig") -> int:
+    """Return the numbers of a query of one head of attention."""
+    own: Any = config
+    return int(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads)

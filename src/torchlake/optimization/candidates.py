@@ -157,7 +157,7 @@ def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
     try:
         refuse_unable(runtime, bench.spec.task)
         folder, options = Path(bench.settings.model), bench.settings.generation
-        reason = refusal(runtime, folder, pairs=bench.spec.text_pair is not None, options=options)
+        reason = refusal(runtime, folder, bench.spec.task, pairs=bench.spec.text_pair is not None, options=options)
     except TorchlakeError as error:
         reason = str(error)
     return None if reason is None else Stopped(verdict=f"refused: {reason}")

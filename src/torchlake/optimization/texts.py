@@ -4,8 +4,8 @@
     eager's texts -> their log-probabilities by the runtime     the change per token, in nats
 
 Two runtimes may write different texts and be equally good: after the first token that differs, everything differs, and
-it differs where two tokens were almost equally likely. So a runtime of 8 bits is judged by how likely it finds eager's
-texts; the share of equal texts decides for those that compute in fp32.
+it differs where two tokens were almost equally likely. So a runtime of 8 or 16 bits is judged by how likely it finds
+eager's texts; the share of equal texts decides for those that compute in fp32.
 """
 
 import gc

@@ -12,6 +12,7 @@ from torchlake.config.job import Job
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
+from torchlake.models.config import head_width
 from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.terms import Parameters, Shape
@@ -95,7 +96,7 @@ def _shape(config: Any, layer: "nn.Module", layers: int, outputs: int, per_token
 
     linear = [widths for module in layer.modules() if (widths := _widths(module))]
     hidden, heads = config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or hidden // heads
+    head = head_width(config)
     query, key_value = heads * head, (getattr(config, "num_key_value_heads", None) or heads) * head
     feed_forward = max((read for read, _ in linear), default=hidden)
     raised = sum(made for read, made in linear if read == hidden and made % feed_forward == 0)

@@ -15,6 +15,8 @@ for text generation
 
     open_writer(folder, spec, *, device, options) -> Writer
                                 `options`: the job's `GenerationOptions`. Rows may have others, except `language`
+    writer_refusal(folder) -> str | None
+                                `refusal` of a model that writes, where it differs
     cannot_write(options) -> str | None
                                 why it cannot write with these options; a runtime without it can with all
     load_log_probs(folder, spec, *, device) -> LogProbs

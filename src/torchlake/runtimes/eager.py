@@ -151,12 +151,12 @@ def log_probs_of(model: Any, folder: Path, device: str) -> LogProbs:
     return log_probs
 
 
-def load_model(folder: Path, spec: TaskSpec, device: str) -> Any:
-    """Return the model on a device, with the faster matrix product where the CPU has one."""
+def load_model(folder: Path, spec: TaskSpec, device: str, dtype: Any = None) -> Any:
+    """Return the model on a device, in fp32 with the faster matrix product where the CPU has one; or in `dtype`."""
     import torch
 
     model = plugins.load("tasks", spec.task).load_model(folder, spec)
-    torch.nn.Module.to(model, device)
-    if device == "cpu":
+    torch.nn.Module.to(model, device=device, dtype=dtype)
+    if device == "cpu" and dtype is None:
         _products.choose_in(model)
     return model

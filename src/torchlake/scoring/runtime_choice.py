@@ -21,7 +21,7 @@ from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
-from torchlake.models.spec import uses_token_types
+from torchlake.models.spec import WRITERS, uses_token_types
 from torchlake.runtimes import ForeignPython, _exports
 from torchlake.scoring.rows import ScoringSettings, runtime_name
 
@@ -61,7 +61,7 @@ def requested(
     `pairs`: whether its texts are pairs; `options`: how it writes, if it does; here and below.
     """
     refuse_unable(runtime, task)
-    reason = refusal(runtime, folder, pairs=pairs, options=options)
+    reason = refusal(runtime, folder, task, pairs=pairs, options=options)
     if reason is not None:
         raise UsageError(f"The runtime {runtime!r} cannot run {folder}: {reason}")
     return RuntimeChoice(runtime=runtime, why="requested")
@@ -80,14 +80,17 @@ def _unable(module: Any, task: str) -> str | None:
     return str(module.never.get(task, f"it computes {', '.join(module.tasks)} only; {REFERENCE!r} computes every task"))
 
 
-def refusal(runtime: Any, folder: Path, *, pairs: bool = False, options: GenerationOptions | None = None) -> str | None:
+def refusal(
+    runtime: Any, folder: Path, task: str, *, pairs: bool = False, options: GenerationOptions | None = None
+) -> str | None:
     """Return why the runtime cannot run the model with the installed libraries, or not write so, or None."""
     if not isinstance(runtime, str) or runtime == REFERENCE:
         return None
     module = plugins.load("runtimes", runtime)
     if not module.TOKEN_TYPES and uses_token_types(folder, pairs=pairs):
         return "it has no input for token types, which this model needs to separate the texts of a pair"
-    reason: str | None = module.refusal(folder)
+    own = getattr(module, "writer_refusal", module.refusal) if task in WRITERS else module.refusal
+    reason: str | None = own(folder)
     if reason is None and options is not None and hasattr(module, "cannot_write"):
         reason = module.cannot_write(options)
     return reason
@@ -240,7 +243,7 @@ def _why_not(
         refuse_unable(runtime, task)
     except TorchlakeError as error:
         return str(error)
-    reason = refusal(runtime, folder, pairs=pairs, options=options)
+    reason = refusal(runtime, folder, task, pairs=pairs, options=options)
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
     if lacks_export(folder, runtime, task) is not None:

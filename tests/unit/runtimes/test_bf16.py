@@ -2,45 +2,21 @@
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
+import families
 import tiny
 import torchlake as tl
+from cpus import needs_bf16
 from torchlake.errors import UsageError
 from torchlake.models.generation import GenerationOptions
 from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
-from torchlake.runtimes import bf16, eager, write_all
-
-PROMPTS = [np.array(ids) for ids in ([7, 9, 11], [5], [40, 8, 9, 10, 11, 12, 13, 14, 15])]
+from torchlake.runtimes import bf16
 
 
-@pytest.fixture
-def here(tiny_llama: Path) -> None:
-    if (reason := bf16.refusal(tiny_llama)) is not None:
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_are_likely_by_fp32_and_the_same_in_any_company(temperature: float, tiny_llama: Path) -> None:
-    options = GenerationOptions(max_new_tokens=10, temperature=temperature, seed=1)
-    spec = load_spec(tiny_llama)
-    writer = bf16.open_writer(tiny_llama, spec, device="cpu", options=options)
-    together = write_all(writer, PROMPTS, options)
-    for row, prompt in enumerate(PROMPTS):
-        np.testing.assert_array_equal(write_all(writer, [prompt], options)[0], together[row])
-    answers = [text[text >= 0] for text in together]
-    ours, theirs = (
-        runtime.load_log_probs(tiny_llama, spec, device="cpu")(PROMPTS, answers) for runtime in (bf16, eager)
-    )
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one, other, atol=0.1)
-
-
-@pytest.mark.usefixtures("here")
+@needs_bf16
 def test_a_table_and_a_translator_are_written(tiny_llama: Path, tmp_path: Path) -> None:
     table = pa.table({"text": ["a good film", "the", "a good film"]})
     written = tl.predict(tiny_llama, table, engine=tiny.Here(), runtime="bf16", max_new_tokens=5, logprobs=True)
@@ -49,6 +25,28 @@ def test_a_table_and_a_translator_are_written(tiny_llama: Path, tmp_path: Path) 
     t5 = tiny.build_encoder_decoder(tmp_path / "t5")
     made = tl.predict(t5, table, engine=tiny.Here(), task="text2text_generation", runtime="bf16", max_new_tokens=5)
     assert made["error"].null_count == 3
+
+
+@needs_bf16
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_perplexity_is_nearly_that_of_eager(kind: str, tiny_llama: Path, tiny_gpt2: Path) -> None:
+    """Of a model, too, that the encoders' way does not compute."""
+    folder, table = {"llama": tiny_llama, "gpt2": tiny_gpt2}[kind], tiny.reviews(20)
+    ours, theirs = (
+        tl.evaluate(folder, table, task="text_generation", runtime=name, engine=tiny.Here()).metrics["loss"].value
+        for name in ("bf16", "eager")
+    )
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, abs=0.02)
+
+
+@needs_bf16
+def test_a_model_may_write_where_its_vectors_are_refused_before_work(tmp_path: Path) -> None:
+    folder, table = families.build(tmp_path, "gemma2", kind="writer"), tiny.reviews(3)
+    given = {"engine": tiny.Here(), "runtime": "bf16"}
+    assert tl.predict(folder, table, max_new_tokens=2, **given)["error"].null_count == 3
+    with pytest.raises(UsageError, match="its attention limits the scores"):
+        tl.predict(folder, table, task="feature_extraction", **given)
 
 
 def test_a_machine_without_such_products_is_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

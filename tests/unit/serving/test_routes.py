@@ -20,6 +20,7 @@ from transformers import BertForSequenceClassification, ViTForImageClassificatio
 
 import tiny
 import torchlake as tl
+from scoring_runs import near
 from serving_runs import Running, running
 from torchlake.models.write import quiet
 from torchlake.serving.protocols.rows import _others
@@ -57,15 +58,6 @@ def predicted(server: Running, columns: dict[str, list[Any]], **options: Any) ->
     """The rows of predict."""
     table = pa.table(columns)
     return tl.predict(server.service.source, table, **options).drop_columns(table.column_names).to_pylist()
-
-
-def near(found: Any, expected: Any) -> bool:
-    """The company of a row changes the rounding of its score only."""
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(near(found[name], expected[name]) for name in expected)
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(near, found, expected))
-    return found == (pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else expected)
 
 
 def test_rows_are_those_of_predict_in_every_form(classes: Running) -> None:

@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"adamw": {"betas": (0.8, 0.95)}, "sgd": {"
 
 @pytest.mark.parametrize("name", ["adamw", *OTHERS])
 def test_a_first_step_that_is_not_applied_changes_no_later_one(name: str) -> None:
-    """Memory that nobody has set is NaN here; on a GPU the first step of all is such a one."""
+    """Memory that was not set is NaN here; on a GPU the first step of all is such a one."""
     train = TrainConfig(optimizer=name, **OPTIONS.get(name, {}))
     try:
         check_installed(train)

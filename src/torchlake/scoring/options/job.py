@@ -126,7 +126,7 @@ def say_if_optimizing_pays(choice: RuntimeChoice, settings: ScoringSettings, row
     if rows < LARGE_ROWS or gain < WORTH_IT or (choice.why, choice.runtime) != ("default", RATED):
         return
     module, task = plugins.load("runtimes", best), settings.spec.task
-    if task in module.tasks and refusal(best, folder, pairs=settings.text_pair is not None) is None:
+    if task in module.tasks and refusal(best, folder, task, pairs=settings.text_pair is not None) is None:
         found = f"on CPUs of this class ({here.name}) {best!r} is {gain:.1f} times as fast as {RATED!r}, and as exact"
         log.warning("%s rows: %s. To choose it: torchlake optimize %s --sample TABLE", f"{rows:,}", found, folder)
 

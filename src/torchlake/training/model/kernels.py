@@ -21,6 +21,7 @@ from transformers import masking_utils
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError, pip_install
 from torchlake.models import probes
+from torchlake.models.config import head_width
 from torchlake.optim.parameters import layers
 from torchlake.optim.precision import find_precision
 
@@ -199,14 +200,9 @@ def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtyp
         return f"the library flash-attn is not installed ({pip_install('flash-attn')})"
     if attention == "flex" and _attention_dropout(model.config) > 0:
         return "it has no dropout, and the model's configuration has dropout of the attention"
-    if attention == "flex" and (width := _head_width(model.config)) < FLEX_WIDTH:
+    if attention == "flex" and (width := head_width(model.config.get_text_config())) < FLEX_WIDTH:
         return f"it needs heads of {FLEX_WIDTH} numbers or more, and the model's have {width}"
     return None
-
-
-def _head_width(config: Any) -> int:
-    own = config.get_text_config()
-    return int(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads)
 
 
 def _attention_dropout(config: Any) -> float:
