@@ -324,6 +324,16 @@ def test_a_signal_waits_in_a_process_that_loads_its_model() -> None:
         assert next(code for _, kind, code in events if kind == "exit") == 0
 
 
+def logged(caplog: pytest.LogCaptureFixture, requests: int) -> list[dict[str, Any]]:
+    """Return the lines of some requests. The server writes each after its answer, so a client may be faster."""
+
+    def messages() -> list[str]:
+        return [record.message for record in list(caplog.records) if record.name == "torchlake.requests"]
+
+    until(lambda: len(messages()) >= requests)
+    return [json.loads(message) for message in messages()]
+
+
 def test_what_is_refused_before_it_is_a_request_is_counted_and_logged(
     impatient: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +341,7 @@ def test_what_is_refused_before_it_is_a_request_is_counted_and_logged(
     with caplog.at_level(logging.INFO):
         sent = [b"unrepeatable\r\n\r\n", GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n", GET]
         answers = [impatient.raw(data) for data in sent]
-    lines = [json.loads(record.message) for record in caplog.records]
+        lines = logged(caplog, 3)
     assert [(line["route"], line["status"]) for line in lines] == [("other", 400), ("other", 431), ("other", 408)]
     assert impatient.service.metrics.failure.labels("Validation")._value.get() == before + 3
     for line, answer in zip(lines, answers, strict=True):
@@ -345,7 +355,7 @@ def test_no_text_is_logged(server: Running, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, logger="torchlake.requests"):
         server.post("/predict", {"inputs": "unrepeatable"}, headers={"authorization": "unrepeatable"})
         server.post("/predict", {"inputs": ["unrepeatable", ""]})
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "torchlake.requests"]
+        lines = logged(caplog, 2)
     assert [(line["route"], line["status"], line["rows"]) for line in lines] == [
         ("/predict", 200, 1),
         ("/predict", 400, 2),
