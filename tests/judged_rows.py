@@ -52,6 +52,33 @@ def scored_numbers(truth: np.ndarray, said: np.ndarray, **more: Any) -> pa.Table
     )
 
 
+def scored_lists(chances: np.ndarray, truth: np.ndarray, labels: Sequence[str]) -> tuple[pa.Table, TaskSpec]:
+    """What `predict` would have written for probabilities (N, C) of several labels, beside true ones (N, C)."""
+    scored = scored_classes(chances, np.zeros(len(truth), dtype=int), labels).drop_columns(["label", "p_label"])
+    for name, chosen in (("label", truth), ("p_label", chances >= 0.5)):
+        scored = scored.append_column(name, pa.array([[labels[at] for at in np.flatnonzero(row)] for row in chosen]))
+    return scored, replace(classes_spec(labels), problem="multi_label")
+
+
+def scored_answers(contexts: Sequence[str]) -> tuple[pa.Table, TaskSpec]:
+    """Scored questions: the answer is the first three letters of a context, or every fourth time none."""
+    kind = pa.struct({"text": pa.list_(pa.string()), "answer_start": pa.list_(pa.int32())})
+    true = [[] if row % 4 == 3 else [context[:3]] for row, context in enumerate(contexts)]
+    table = pa.table(
+        {
+            "id": range(len(contexts)),
+            "label": pa.array([{"text": one, "answer_start": [0] * len(one)} for one in true], kind),
+            "p_answer": [None if row % 5 == 4 else context[: 2 + row % 3] for row, context in enumerate(contexts)],
+            "p_score": pa.array(np.linspace(0.1, 0.9, len(contexts)), pa.float32()),
+            "truncated": [False] * len(contexts),
+            "error": pa.nulls(len(contexts), pa.string()),
+            "context": contexts,
+        }
+    )
+    options = {"no_answer": True}
+    return table, replace(tiny.SPEC, task="question_answering", problem="answers", labels=(), options=options)
+
+
 def evaluated(
     folder: Path,
     scored: pa.Table,

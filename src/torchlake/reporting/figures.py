@@ -8,6 +8,7 @@ table below.
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,8 @@ SETTINGS: dict[Any, Any] = {
     "path.simplify_threshold": 0.5,
 }
 SIZE = (4.2, 2.7)
+LETTERS = 30
+"What a picture has room for of a name."
 Draw = Callable[[Any], None]
 "A function that draws on an axes of matplotlib."
 Points = Sequence[Sequence[float]]
@@ -83,7 +86,9 @@ def _draw(draw: Draw, size: tuple[float, float], *, salt: str, to: Draw, plain: 
     from matplotlib.figure import Figure
 
     settings: dict[Any, Any] = {**({} if plain else SETTINGS), "svg.hashsalt": salt, "svg.fonttype": "none"}
-    with rc_context(settings):
+    with rc_context(settings), warnings.catch_warnings():
+        # Of a name in another script or with an emoji: in SVG the reader's fonts draw it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(1.0 if plain else 0.0)
         axes = figure.subplots()
@@ -119,7 +124,8 @@ def lines(
 
 
 def _plain(name: str) -> str:
-    """Return a name that is drawn as it is: no formula, and in the legend although it begins with an underscore."""
+    """Return a name, or its beginning, that is drawn as it is: no formula, and in the legend after an underscore."""
+    name = name if len(name) <= LETTERS else f"{name[: LETTERS - 3]}..."
     return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 

@@ -137,14 +137,7 @@ def test_several_labels(tmp_path: Path) -> None:
     truth = generator.random((300, 3)) < 0.4
     chances = np.clip(np.where(truth, 0.75, 0.25) + generator.normal(0, 0.25, truth.shape), 0.01, 0.99)
     chances[:60, 2], chances[:60, 0], truth[:60, 2], truth[:60, 0] = 0.1, 0.9, True, False  # cat, said to be ant
-    names = pa.array(LABELS)
-    lists = [[LABELS[at] for at in np.flatnonzero(row)] for row in truth]
-    scored = made.scored_classes(chances, np.zeros(300, dtype=int), LABELS)
-    scored = scored.drop_columns(["label", "p_label"])
-    said = [names.take(pa.array(np.flatnonzero(row >= 0.5))).to_pylist() for row in chances]
-    scored = scored.append_column("label", pa.array(lists)).append_column("p_label", pa.array(said))
-    spec = replace(made.classes_spec(LABELS), problem="multi_label")
-    found = made.evaluated(tmp_path, scored, spec, hints=True)["sections"]
+    found = made.evaluated(tmp_path, *made.scored_lists(chances, truth, LABELS), hints=True)["sections"]
     expected = precision_recall_fscore_support(truth, chances >= 0.5, zero_division=0)
     for one in found["labels"]:
         at = LABELS.index(one["label"])

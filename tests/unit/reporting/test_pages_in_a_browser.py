@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import judged_rows as made
+import tiny
+from torchlake.config.job import job_to_yaml, load_job
 from torchlake.evaluation.compare import compare
+from torchlake.evaluation.evaluate import evaluate
 from torchlake.reporting.report import report
 from torchlake.runs.folder import FOLDS
 
@@ -66,10 +70,11 @@ function covered() {  // pairs of texts that share more than a pixel; what scrol
   });
   return found;
 }
-function backwards() {  // places where the next element of the keyboard is above the one before
+function backwards() {  // places where the next element of the keyboard is above the one before, in the same column
   const stops = [...document.querySelectorAll("a[href],summary,input,[tabindex]")].filter(e => e.checkVisibility());
-  const tops = stops.map(stop => stop.getBoundingClientRect().top);
-  return stops.filter((stop, at) => stop.tabIndex !== 0 || (at && tops[at] < tops[at - 1] - 1)).map(e => e.outerHTML);
+  const boxes = stops.map(stop => stop.getBoundingClientRect());
+  const above = at => at && boxes[at].top < boxes[at - 1].top - 1 && boxes[at].left < boxes[at - 1].right;
+  return stops.filter((stop, at) => stop.tabIndex !== 0 || above(at)).map(e => e.outerHTML);
 }
 """
 
@@ -96,9 +101,63 @@ def in_browser(
     return values
 
 
+TEXTS = [made.ATTACK, "שלום עולם", "unbroken" * 500, "🐈" * 50, "long " * 20_000]
+
+
 def of_classes(folder: Path, classes: int = 3, rows: int = 300) -> str:
-    texts = [made.ATTACK, "שלום עולם", "unbroken" * 500, "🐈" * 50, "long " * 20_000]
-    return made.page_of(folder, rows, classes, texts, slices={made.ATTACK: ["x" * 300, "שלום " * 9], "": ["a", "b"]})
+    return made.page_of(folder, rows, classes, TEXTS, slices={made.ATTACK: ["x" * 300, "שלום " * 9], "": ["a", "b"]})
+
+
+def of_several_labels(folder: Path) -> str:
+    truth = np.random.default_rng(0).random((300, 3)) < 0.4
+    chances = np.random.default_rng(1).random(truth.shape)
+    scored, spec = made.scored_lists(chances, truth, [*made.STRANGE[1:], "_$a$\n" + "unbroken" * 50])
+    scored = scored.set_column(scored.schema.get_field_index("text"), "text", [pa.array(TEXTS * 60)])
+    made.evaluated(folder, scored, spec, hints=True)
+    return (folder / "eval.html").read_text()
+
+
+def of_answers(folder: Path) -> str:
+    made.evaluated(folder, *made.scored_answers([*TEXTS, "Anna"] * 5), texts=["context"])
+    return (folder / "eval.html").read_text()
+
+
+def of_vectors(folder: Path) -> str:
+    """Each text's own second text is its neighbor's, so that every query has an answer that was missed."""
+    model = tiny.build_embedder(folder / "model")
+    pairs = pa.table({"id": range(50), "a": [f"{text} {row}" for row, text in enumerate(TEXTS * 10)]})
+    pairs = pairs.append_column("b", pa.array([*pairs["a"].to_pylist()[1:], TEXTS[0]]))
+    evaluate(model, pairs, text="a", text_pair="b", key="id", report=folder / "eval", engine=tiny.Here())
+    return (folder / "eval" / "eval.html").read_text()
+
+
+def of_texts(folder: Path) -> str:
+    model = tiny.build_language_model(folder / "model")
+    table = pa.table({"text": [*TEXTS[:4], "long " * 90] * 8, "kind": TEXTS * 8})
+    evaluate(model, table, slices=["kind"], report=folder / "eval", engine=tiny.Here())
+    return (folder / "eval" / "eval.html").read_text()
+
+
+def of_written_texts(folder: Path) -> str:
+    model = tiny.build_language_model(folder / "model")
+    table = pa.table({"text": ["a film", "so bad"] * 10, "answer": TEXTS * 4, "kind": TEXTS * 4})
+    more: dict[str, Any] = {"slices": ["kind"], "max_new_tokens": 5, "engine": tiny.Here()}
+    evaluate(model, table, label="answer", prompt="{text}!", report=folder / "eval", **more)
+    return (folder / "eval" / "eval.html").read_text()
+
+
+def of_a_run(folder: Path) -> str:
+    """A finished run whose table, columns and settings have names of any kind."""
+    folder.mkdir()
+    names = [f"data.train={made.ATTACK}.parquet", f"data.text={'unbroken' * 50}", "data.label=שלום"]
+    (folder / "job.yaml").write_text(job_to_yaml(load_job(None, [*names, "model.base=encoder"])))
+    step = dict.fromkeys(("learning_rate", "grad_norm", "tokens", "rows", "seconds", "peak_memory_bytes"), 1)
+    steps = [{**step, "step": at, "epoch": 1 + at // 51, "loss": 1 / at} for at in range(1, 101)]
+    judged = [{"step": at, "validation_loss": 1 / at, "validation_macro_f1": at / 110} for at in (50, 100)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, *judged]))
+    result = {"steps": 100, "metric": "macro_f1", "metrics": {"macro_f1": 0.9091}}
+    (folder / "result.json").write_text(json.dumps(result))
+    return report(folder).read_text()
 
 
 def of_spans(folder: Path) -> str:
@@ -139,7 +198,13 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "150 classes": lambda folder: of_classes(folder, 150, 1000),
     "one row": lambda folder: of_classes(folder, 2, 1),
     "spans": of_spans,
+    "several labels": of_several_labels,
     "numbers": of_numbers,
+    "answers": of_answers,
+    "vectors": of_vectors,
+    "texts": of_texts,
+    "written texts": of_written_texts,
+    "run": of_a_run,
     "comparison": of_a_comparison,
     "folds": of_folds,
 }
