@@ -64,3 +64,21 @@ def perplexities(folder: Path, lines: list[str], block: int) -> dict[str, float]
         return float(np.exp(loss / targets))
 
     return {"perplexity_blocks": perplexity(blocks), "perplexity_lines": perplexity(rows)}
+
+
+def perplexity_of_answers(folder: Path, pairs: list[tuple[str, str]]) -> float:
+    """The perplexity of each second text and its end token after the first one, by transformers' own loss."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    loss = targets = 0.0
+    for prompt, answer in pairs:
+        asked, said = (tokenizer(text)["input_ids"] for text in (prompt, answer))
+        ids = torch.tensor([[*asked, *said, tokenizer.eos_token_id]])
+        labels = ids.clone()
+        labels[0, : len(asked)] = -100
+        with torch.inference_mode():
+            loss += model(input_ids=ids, labels=labels).loss.item() * (len(said) + 1)
+        targets += len(said) + 1
+    return float(np.exp(loss / targets))

@@ -25,7 +25,7 @@ import ray.data
 from _common import SCRATCH, finish, parser
 from _on_engines import set_up
 from _ray_by_hand import by_hand, lines_of
-from _shakespeare import lines_of_shakespeare, num_tokens, perplexities, small_model
+from _shakespeare import lines_of_shakespeare, num_tokens, perplexities, perplexity_of_answers, small_model
 
 import torchlake as tl
 
@@ -35,6 +35,8 @@ BATCH_ROWS = 128
 NEW_TOKENS = 32
 PROMPTS_AT_ONCE = 32
 HOME = SCRATCH / "ray-generation"
+COMPLETIONS = "torchlake, completions"
+PERPLEXITIES = ("perplexity_blocks", "perplexity_lines", "perplexity_answers")
 
 Setup = dict[str, Any]
 Result = dict[str, Any]
@@ -158,7 +160,7 @@ def main() -> None:
         "by hand, padded to the block": partial(by_hand, pad_to=BLOCK),
         "by hand, padded to the batch's longest": partial(by_hand, pad_to=None),
         "torchlake": by_torchlake,
-        "torchlake, completions": partial(by_torchlake, completions=True),
+        COMPLETIONS: partial(by_torchlake, completions=True),
     }
     best: dict[str, Result] = {}
     for _ in range(options.rounds):
@@ -169,7 +171,12 @@ def main() -> None:
             result = contenders[name](setup)
             result["seconds"] = time.perf_counter() - began
             assert pq.read_table(setup["written"]).num_rows == options.prompts, "every prompt is completed once"
-            result |= perplexities(result.pop("model"), measured, BLOCK)
+            model = result.pop("model")
+            if name == COMPLETIONS:
+                answers = [(one, f"\n{other}") for one, other in zip(measured[:-1:2], measured[1::2], strict=True)]
+                result["perplexity_answers"] = perplexity_of_answers(model, answers)
+            else:
+                result |= perplexities(model, measured, BLOCK)
             print(f"  {name}: {result}", file=sys.stderr)
             if name not in best or result["seconds"] < best[name]["seconds"]:
                 best[name] = result
@@ -182,7 +189,7 @@ def main() -> None:
             "ratio": first["seconds"] / result["seconds"],
             "train_tokens_per_s": options.epochs * tokens / result["train_s"],
             "train_ratio": first["train_s"] / result["train_s"],
-            **{key: result[key] for key in ("write_s", "padding", "steps", "perplexity_blocks", "perplexity_lines")},
+            **{key: result.get(key) for key in ("write_s", "padding", "steps", *PERPLEXITIES)},
         }
         for name, result in best.items()
     ]
