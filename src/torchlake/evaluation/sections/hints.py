@@ -40,6 +40,8 @@ START, END, TAG, SAID = range(4)
 "The numbers of a word."
 CLEANLAB_NUMBERS = 50_000_000
 "Probabilities up to which cleanlab judges: it takes several times their memory."
+NO_BAR = "IProgress not found"
+"What tqdm, which cleanlab imports, warns of in a notebook without ipywidgets."
 Columns = Mapping[str, np.ndarray | pa.Array]
 
 
@@ -119,10 +121,11 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         own = own.astype(np.float64)
         return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
     chances = chances.astype(np.float64)
-    from cleanlab import filter, multilabel_classification, rank
-
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NO_BAR)
         warnings.filterwarnings("ignore", "May not flag all label issues")  # of classes with a row or none
+        from cleanlab import filter, multilabel_classification, rank
+
         if kind == "classes":
             issue = filter.find_label_issues(targets, chances, n_jobs=1)
             quality = rank.get_label_quality_scores(targets, chances)
@@ -180,12 +183,13 @@ def _judged(words: np.ndarray, chances: np.ndarray | None, own: np.ndarray) -> t
         why = "fewer than two tags occur"
     if why or find_spec("cleanlab") is None:
         return "the probability of the tag" + (f" ({why})" if why else ""), own, words[SAID] != words[TAG]
-    from cleanlab import filter, rank
-
     # What the functions of cleanlab.token_classification call, after they have made lists of lists flat.
     exact = np.asarray(chances, dtype=np.float64)
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NO_BAR)
         warnings.filterwarnings("ignore", "May not flag all label issues")  # of tags with a word or none
+        from cleanlab import filter, rank
+
         issue = filter.find_label_issues(words[TAG], exact, n_jobs=1)
     quality = rank.get_label_quality_scores(words[TAG], exact)
     return f"confident learning over words (cleanlab {version('cleanlab')})", quality, issue
