@@ -111,7 +111,7 @@ def _reviews_demo(where: str, rows: int) -> Outcome:
     )
     run = train(job, run=folder / "run")
     scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")
-    measured = evaluate(run.model, test_table, report=folder / "eval", key="id")
+    measured = evaluate(run.model, test_table, report=folder / "eval", key="id", label_hints=True)
     verified = verify(folder / "scored")
     paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path}
     paths["report"] = run.path / "report.html"
