@@ -46,39 +46,40 @@ def num_tokens(folder: Path, lines: list[str]) -> int:
 
 def perplexities(folder: Path, lines: list[str], block: int) -> dict[str, float]:
     """Perplexities of the lines end to end in blocks, and of each line alone, by transformers' own loss."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = loaded(folder)
     rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(lines)["input_ids"]]
     stream = [token for row in rows for token in row]
     blocks = [stream[first : first + block] for first in range(0, len(stream) - 1, block - 1)]
-
-    def perplexity(pieces: list[list[int]]) -> float:
-        loss = targets = 0.0
-        for piece in pieces:
-            ids = torch.tensor([piece])
-            with torch.inference_mode():
-                loss += model(input_ids=ids, labels=ids).loss.item() * (len(piece) - 1)
-            targets += len(piece) - 1
-        return float(np.exp(loss / targets))
-
-    return {"perplexity_blocks": perplexity(blocks), "perplexity_lines": perplexity(rows)}
+    pieces = {"perplexity_blocks": blocks, "perplexity_lines": rows}
+    return {name: perplexity(model, [(1, ids) for ids in some]) for name, some in pieces.items()}
 
 
 def perplexity_of_answers(folder: Path, pairs: list[tuple[str, str]]) -> float:
     """The perplexity of each second text and its end token after the first one, by transformers' own loss."""
-    import torch
+    model, tokenizer = loaded(folder)
+    asked, said = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
+    return perplexity(
+        model, [(len(one), [*one, *other, tokenizer.eos_token_id]) for one, other in zip(asked, said, strict=True)]
+    )
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """A folder's model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def perplexity(model: Any, pieces: list[tuple[int, list[int]]]) -> float:
+    """The perplexity of the tokens of each piece from a place on."""
+    import torch
+
     loss = targets = 0.0
-    for prompt, answer in pairs:
-        asked, said = (tokenizer(text)["input_ids"] for text in (prompt, answer))
-        ids = torch.tensor([[*asked, *said, tokenizer.eos_token_id]])
+    for first, piece in pieces:
+        ids = torch.tensor([piece])
         labels = ids.clone()
-        labels[0, : len(asked)] = -100
+        labels[0, :first] = -100
         with torch.inference_mode():
-            loss += model(input_ids=ids, labels=labels).loss.item() * (len(said) + 1)
-        targets += len(said) + 1
+            loss += model(input_ids=ids, labels=labels).loss.item() * (len(piece) - first)
+        targets += len(piece) - first
     return float(np.exp(loss / targets))

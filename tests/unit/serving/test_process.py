@@ -342,6 +342,7 @@ def test_what_is_refused_before_it_is_a_request_is_counted_and_logged(
         sent = [b"unrepeatable\r\n\r\n", GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n", GET]
         answers = [impatient.raw(data) for data in sent]
         lines = logged(caplog, 3)
+    assert len(caplog.records) == len(lines)
     assert [(line["route"], line["status"]) for line in lines] == [("other", 400), ("other", 431), ("other", 408)]
     assert impatient.service.metrics.failure.labels("Validation")._value.get() == before + 3
     for line, answer in zip(lines, answers, strict=True):

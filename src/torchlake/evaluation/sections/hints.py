@@ -11,7 +11,8 @@ memory are some 60 bytes a word, and all probabilities up to `CLEANLAB_NUMBERS`.
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,9 +41,16 @@ START, END, TAG, SAID = range(4)
 "The numbers of a word."
 CLEANLAB_NUMBERS = 50_000_000
 "Probabilities up to which cleanlab judges: it takes several times their memory."
-NO_BAR = "IProgress not found"
-"What tqdm, which cleanlab imports, warns of in a notebook without ipywidgets."
 Columns = Mapping[str, np.ndarray | pa.Array]
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Import and call cleanlab without what it warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without ipywidgets
+        warnings.filterwarnings("ignore", "May not flag all label issues")  # of classes with a row or none
+        yield
 
 
 def refuse_trained(model: Path, tables: Any) -> None:
@@ -121,9 +129,7 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         own = own.astype(np.float64)
         return how, {"label_quality": own, "label_issue": wrong, "suggested": suggested}
     chances = chances.astype(np.float64)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NO_BAR)
-        warnings.filterwarnings("ignore", "May not flag all label issues")  # of classes with a row or none
+    with _without_warnings():
         from cleanlab import filter, multilabel_classification, rank
 
         if kind == "classes":
@@ -185,9 +191,7 @@ def _judged(words: np.ndarray, chances: np.ndarray | None, own: np.ndarray) -> t
         return "the probability of the tag" + (f" ({why})" if why else ""), own, words[SAID] != words[TAG]
     # What the functions of cleanlab.token_classification call, after they have made lists of lists flat.
     exact = np.asarray(chances, dtype=np.float64)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NO_BAR)
-        warnings.filterwarnings("ignore", "May not flag all label issues")  # of tags with a word or none
+    with _without_warnings():
         from cleanlab import filter, rank
 
         issue = filter.find_label_issues(words[TAG], exact, n_jobs=1)
