@@ -94,11 +94,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def without_page_libraries() -> Iterator[None]:
-    """Every training writes pages. With their pictures and label hints the suite would take minutes more."""
+def fast_pages() -> Iterator[None]:
+    """Every training writes pages: see `forked.for_speed`."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (figures, hints):
-            patch.setattr(module, "find_spec", lambda name: None)
+        for module, name, value in forked.for_speed():
+            patch.setattr(module, name, value)
         yield
 
 
@@ -151,17 +151,6 @@ def tasks_given_here() -> Iterator[None]:
     yield
     plugins._given.clear()
     plugins._given.update(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def few_resamples() -> Iterator[None]:
-    """Enough for an interval; a thousand cost scikit-learn seconds for each evaluation."""
-    from torchlake.evaluation import embeddings, labeled
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((labeled, "RESAMPLES"), (labeled, "RESAMPLES_OF_TASKS"), (embeddings, "RESAMPLES")):
-            patch.setattr(module, name, 20)
-        yield
 
 
 @pytest.fixture(autouse=True)

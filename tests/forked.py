@@ -262,6 +262,16 @@ def _connect() -> socket.socket:
     return connection
 
 
+def for_speed() -> Iterator[tuple[Any, str, Any]]:
+    """Yield modules with names and values that every process of the tests sets; without them the suite takes minutes
+    more. Pages have no pictures and label hints, and their intervals come from few resamples."""
+    for module in ("reporting.figures", "evaluation.sections.hints"):
+        yield importlib.import_module(f"torchlake.{module}"), "find_spec", lambda library: None
+    for module in ("embeddings", "labeled", "perplexity", "preferences", "sections.spans", "sections.sums"):
+        yield importlib.import_module(f"torchlake.evaluation.{module}"), "RESAMPLES", 20
+    yield importlib.import_module("torchlake.evaluation.labeled"), "RESAMPLES_OF_TASKS", 20
+
+
 def open_session() -> tempfile.TemporaryDirectory[str]:
     """Have the processes of this session share a server, which ends with this process."""
     home = tempfile.TemporaryDirectory(prefix="torchlake-forks-")
@@ -278,9 +288,12 @@ def serve(address: str, session: int) -> None:
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # an extra that is not installed: `make gpu` runs without them
             importlib.import_module(name)
-    importlib.import_module("torchlake.reporting.doctor").doctor()  # keeps what every report asks for
-    for name in ("torchlake.reporting.figures", "torchlake.evaluation.sections.hints"):  # as tests/conftest.py does
-        importlib.import_module(name).find_spec = lambda library: None  # type: ignore[attr-defined]
+    # What every training and page would compute once more: facts of the machine, a template, names of weights.
+    importlib.import_module("torchlake.reporting.doctor").doctor()
+    importlib.import_module("torchlake.reporting.page")._template()
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")
+    for module, name, value in for_speed():
+        setattr(module, name, value)
     # torch would take its operators apart one by one at the end of every fork.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False

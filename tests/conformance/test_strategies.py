@@ -113,12 +113,13 @@ def with_split_layers(sections: dict[str, Any], **fsdp: Any) -> dict[str, Any]:
     return {**sections, "train": {**sections["train"], "strategy": "fsdp", "fsdp": {"tensor_parallel": 2, **fsdp}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
         ("classifier", 2),
-        pytest.param("writer", 2, marks=pytest.mark.slow),
-        pytest.param("classifier", 4, marks=pytest.mark.slow),
+        ("writer", 2),
+        ("classifier", 4),
     ],
 )
 def test_split_layers_train_like_single(kind: Literal["classifier", "writer"], number: int, tmp_path: Path) -> None:

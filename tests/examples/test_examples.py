@@ -196,6 +196,7 @@ def test_an_endpoint_labels_a_table_in_two_goes(
     assert "100 rows, 0 failed" in printed
 
 
+@pytest.mark.slow
 def test_a_vector_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -> None:
     """A table too small for an approximate index: both find the same passages."""
     model = tiny.build_embedder(tmp_path / "model")

@@ -51,6 +51,7 @@ def assert_same_weights(run: Path, expected: Path) -> None:
     assert not list(run.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_the_same_weights_and_only_the_newest_and_the_best_are_kept(
     tmp_path: Path, s3: S3Server, kept: dict[str, Any], sections: dict[str, Any], whole: Path
 ) -> None:

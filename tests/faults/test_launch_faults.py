@@ -257,6 +257,7 @@ def test_a_killed_rank_is_the_cause_not_its_peers_broken_connection(launcher: La
     assert "RankFailed: rank 1 was killed by SIGKILL" in launcher.said()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed_with_the_rest(launcher: Launcher) -> None:
     launcher.start(GROUP)
     numbers = launcher.pids("rank0", "rank1", "grandchild")

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for a scenario
 
 import torchlake as tl
 from pids import gone, note, pid, wait_for
-from sweeps import sweep
 from torchlake.engines import _ray_chunks
 from torchlake.errors import Interrupted, RankFailed
 
@@ -255,8 +254,9 @@ class _Holder:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
-@pytest.mark.parametrize("job", sweep(["chunks", "ranks"], quick={"ranks"}))
+@pytest.mark.parametrize("job", ["chunks", "ranks"])
 def test_no_child_outlives_a_driver_that_is_killed(tmp_path: Path, job: str) -> None:
     """The cluster stays; its actors of the job end with the driver, and the children with them."""
     address = ray_library.get_runtime_context().gcs_address

@@ -51,6 +51,7 @@ def test_two_ranks_listen_on_this_machine_alone() -> None:
     assert {address for rank in addresses for address in rank} == {"0100007F"}
 
 
+@pytest.mark.slow
 def test_one_rank_listens_on_nothing() -> None:
     assert Local().launch(_listening_in_a_group) == [[]]
 

@@ -140,6 +140,7 @@ def without_privileges() -> None:
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 def test_a_path_without_permission(here: Path, model: Path) -> None:
     """As a user without rights on it: nothing is a fault in torchlake."""

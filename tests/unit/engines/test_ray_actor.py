@@ -5,8 +5,12 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from torchlake.engines._ray_actor import ChunkActor
 from torchlake.processes.serialization import pack
+
+pytestmark = pytest.mark.usefixtures("ray")  # beside the tests with a cluster: importing Ray takes seconds
 
 
 class Process:

@@ -55,7 +55,7 @@ def made(kind: str) -> Any:
 COUNTS = {"filtered": 0, "tensors filtered": 0, "no blocks": 0, "empty blocks": 3, "pandas": 4, "pandas objects": 2}
 
 
-@pytest.mark.parametrize("kind", sweep([*COUNTS, "tensors", "drift"], quick={"filtered", "drift"}))
+@pytest.mark.parametrize("kind", sweep([*COUNTS, "tensors", "drift"], quick={"filtered"}))
 def test_every_row_is_scored(kind: str, tiny_model: Path) -> None:
     frame = made(kind)
     rows = tl.predict(tiny_model, frame).take_all()
@@ -156,6 +156,7 @@ def test_a_cluster_of_this_process_that_is_too_small_is_refused_at_once(tiny_mod
             call()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_may_grow_says_what_is_missing_then_gives_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

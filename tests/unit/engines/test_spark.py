@@ -120,6 +120,7 @@ def test_a_function_of_pairs_takes_both_columns(spark: SparkSession, tmp_path: P
     assert [row["same"] for row in found] == expected["label"].to_pylist()
 
 
+@pytest.mark.slow
 def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSession, frame: DataFrame) -> None:
     source, sink = tmp_path / "source", tmp_path / "sink"
     source.mkdir()

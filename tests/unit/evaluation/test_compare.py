@@ -39,7 +39,10 @@ def truth() -> np.ndarray:
     return np.random.default_rng(1).integers(0, 3, 500)
 
 
-def test_differences_and_intervals_are_those_of_scipy(truth: np.ndarray, tmp_path: Path) -> None:
+def test_differences_and_intervals_are_those_of_scipy(
+    truth: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "RESAMPLES", 1000)
     chances = [made.chances_of(truth, 3, accuracy=share, seed=seed) for seed, share in ((1, 0.7), (2, 0.8))]
     found = compare(*(evaluation(tmp_path / f"{at}", truth, one) for at, one in enumerate(chances)))
     by_metric = {one.metric: one for one in found.differences}

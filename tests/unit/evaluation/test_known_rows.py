@@ -117,6 +117,7 @@ def test_random_pairs_are_of_other_rows(embedder: Path, tmp_path: Path) -> None:
     assert "baseline" not in facts_of(tmp_path / "plain")["sections"]
 
 
+@pytest.mark.slow
 def test_vectors_are_compared_with_the_base_of_their_run(embedder: Path, tmp_path: Path) -> None:
     """Without that base, or without a run, the page has no such numbers, and with a run it says why."""
     first, second = pairs(40)
@@ -191,6 +192,7 @@ def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path
     assert made.evaluated(tmp_path, scored, made.classes_spec(names), hints=True)["sections"]["hints"]["rows"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:May not flag all label issues")
 @pytest.mark.usefixtures("page_libraries")
 def test_words_to_look_at_are_those_of_cleanlabs_token_form(tmp_path: Path) -> None:

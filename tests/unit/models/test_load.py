@@ -436,6 +436,7 @@ print(own() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells shared pages from own ones")
 def test_processes_share_the_weights(tmp_path: Path) -> None:
     """A process that has loaded a model and read every weight owns hardly any page of them: they are the file's."""

@@ -83,6 +83,7 @@ def test_only_what_agrees_is_chosen_and_what_dies_is_passed_over(
     assert best.difference <= CLOSE
 
 
+@pytest.mark.slow
 def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) -> None:
     """Without labels, from a stored table, when nothing but eager agrees."""
     pq.write_table(tiny.reviews(60).select(["text"]), tmp_path / "sample.parquet")

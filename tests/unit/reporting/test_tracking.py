@@ -100,6 +100,7 @@ def test_parameters_curves_and_the_models_hash_are_logged(tmp_path: Path, sectio
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
 
+@pytest.mark.slow
 def test_a_continued_run_adds_only_missing_points(tmp_path: Path, sections: dict[str, Any]) -> None:
     """Killed, stopped, resumed and asked for again when it was finished."""
     run, store = tmp_path / "run", sections["track"]["mlflow"]
@@ -115,6 +116,7 @@ def test_a_continued_run_adds_only_missing_points(tmp_path: Path, sections: dict
     assert (run / "tracking.json").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_an_empty_file_of_a_killed_run_is_removed(tmp_path: Path, sections: dict[str, Any]) -> None:
     run, store = tmp_path / "run", sections["track"]["mlflow"]
     assert runs.attempt(run, sections, sigterm_at="rank0.step:8").exit_code == 143
@@ -259,6 +261,7 @@ def wandb_curve(run: Path, name: str) -> list[tuple[int, float]]:
     return points
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_every_point_once(
     tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

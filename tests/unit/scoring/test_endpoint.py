@@ -354,6 +354,7 @@ def test_the_account_goes_on_in_the_next_call(
         assert ask(table, endpoint, place, **options | {"max_tokens_total": 600})[0]["prompt_tokens"] is None
 
 
+@pytest.mark.slow
 def test_a_limit_holds_for_an_output_in_a_bucket(
     rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ print(done.rows_out, done.rows_failed)
 """
 
 
+@pytest.mark.slow
 def test_after_a_crash_in_this_process_the_same_call_uses_child_processes(tiny_model: Path, tmp_path: Path) -> None:
     source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film", f"a {KILLER} one"])
     command = [sys.executable, "-c", PREDICT_WITH_A_CRASH, str(tiny_model), str(source), str(tmp_path / "out")]

@@ -68,7 +68,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sweep(LAYOUTS, quick=["hadoop", "unfinished", "folder like a file", "empty names"]))
 def test_rows_are_those_of_the_table_files(layout: str, s3: S3Server) -> None:
     place = f"in/{layout}"
     put(s3, {f"{place}{key}": content for key, content in LAYOUTS[layout].items()})

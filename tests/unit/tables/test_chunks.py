@@ -145,6 +145,7 @@ def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
         plan_chunks(open_table(tmp_path / "t.csv"), columns=["txt"])
 
 
+@pytest.mark.slow
 def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
     schema = pa.schema([pa.field("text", pa.string())])
     serialized = schema.serialize().to_pybytes()

@@ -127,6 +127,7 @@ def test_a_delta_table_of_s3_is_scored_like_a_local_one(s3: S3Server, tmp_path: 
     assert sorted(remote["id"].to_pylist()) == list(range(40))
 
 
+@pytest.mark.slow
 def test_files_of_google_cloud_storage_are_read(gcs: dict[str, str], tmp_path: Path) -> None:
     write = (
         "import sys, fsspec, pyarrow as pa, pyarrow.parquet as pq\n"

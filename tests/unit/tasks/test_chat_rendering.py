@@ -96,6 +96,7 @@ def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
 
+@pytest.mark.slow
 def test_a_long_conversation_has_more_time_for_its_answers() -> None:
     turns = [{"role": role, "content": "x"} for _ in range(1000) for role in ("user", "assistant")]
     request = _rendering.Request(messages=turns)
@@ -175,7 +176,8 @@ def test_a_template_that_never_fits_is_given_up() -> None:
     assert all("not tried after 5 rows" in errors[row] for row in (10, 11))
 
 
-@pytest.mark.parametrize("evil", sweep([{3}, {0, 3, 4}], quick=[{3}]))
+@pytest.mark.slow
+@pytest.mark.parametrize("evil", [{3}, {0, 3, 4}])
 def test_the_row_that_takes_too_much_is_found_among_those_sent_together(evil: set[int]) -> None:
     """The answers before it are lost with the process."""
     template = f"{{% if messages[0].content in {sorted(map(str, evil))} %}}{HOSTILE['loops'][0]}{{% endif %}}fine"

@@ -191,7 +191,7 @@ def test_at_128000_words_the_loss_takes_at_most_a_third_of_the_memory(dtype: tor
     ("strategy", "ranks"),
     [
         ("single", 1),
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
         ("fsdp", 2),
         pytest.param("deepspeed", 2, marks=pytest.mark.slow),
     ],

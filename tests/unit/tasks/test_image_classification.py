@@ -413,6 +413,7 @@ def test_statistics_of_batches_are_only_local_where_there_are_some(tmp_path: Pat
     assert "train.batch_norm: image_classification has no statistics of batches here" in refused.error
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_changes_no_statistics(tmp_path: Path) -> None:
     """Each batch has one row, so the second rank has none."""
     case = task_cases.CASES["image_batch_norm"]

@@ -23,7 +23,6 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from golden_losses import BETWEEN_STRATEGIES
-from sweeps import sweep
 from torchlake import plugins
 from torchlake.errors import ConfigError, DataError, TaskError, UsageError
 from torchlake.models.spec import load_spec
@@ -205,7 +204,8 @@ def test_unknown_inputs_of_a_job_are_refused(tmp_path: Path, tiny_bert: Path) ->
         tl.train(run=tmp_path / "run", task=CASE.task, engine=runs.Inline(), **sections)
 
 
-@pytest.mark.parametrize("strategy", sweep([None, "ddp", "fsdp"], quick={"fsdp"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
 def test_a_loss_that_couples_rows_is_equal_on_any_number_of_ranks(
     tmp_path: Path, tiny_bert: Path, strategy: str | None
 ) -> None:

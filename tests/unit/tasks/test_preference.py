@@ -354,7 +354,7 @@ def sections(folder: Path, base: Path, **train: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("loss", ["orpo", "dpo"])
+@pytest.mark.parametrize("loss", sweep(["orpo", "dpo"], quick=["dpo"]))
 def test_bad_pairs_are_left_out(tmp_path: Path, base: Path, loss: str) -> None:
     job = sections(tmp_path / "a", base, preference={"loss": loss})
     rows = task_cases.preferences(32).to_pylist()

@@ -144,6 +144,7 @@ def test_two_ranks_train_like_one_with_lora_too(tmp_path: Path, tiny_gpt2: Path)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bytes(tmp_path: Path, tiny_gpt2: Path) -> None:
     base = tiny.build_language_model(tmp_path / "base", dropout=0.1)
     sections = job(tmp_path, base, rows=60, epochs=2)

@@ -57,7 +57,8 @@ def test_the_average_is_that_of_all_steps(tmp_path: Path, tiny_bert: Path, strat
     check(run, 9)
 
 
-@pytest.mark.parametrize("strategy", sweep(["single", "fsdp"], quick=["single"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_validations_do_not_change_what_is_trained(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
     """Weights are exchanged for a validation and back; what FSDP has gathered is not used after it."""
     sections, ranks = job(tmp_path, tiny_bert, strategy=strategy), 1 if strategy == "single" else 2

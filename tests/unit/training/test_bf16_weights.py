@@ -140,6 +140,7 @@ def test_the_weights_are_back_after_a_failure_and_without_gradients() -> None:
     assert isinstance(model.weight, torch.nn.Parameter)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_compute_in_bf16_is_refused_or_takes_autocast(
     tmp_path: Path,
 ) -> None:

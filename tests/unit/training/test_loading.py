@@ -68,9 +68,10 @@ CASES += [("writer", "llama", False)]
 WAYS = ["fsdp", "ddp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "lora", "strategy"),
-    sweep([(*case, way) for case in CASES for way in WAYS], quick=[(*CASES[0], "fsdp")]),
+    [(*case, way) for case in CASES for way in WAYS],
 )
 def test_every_rank_starts_with_the_weights_of_single(
     kind: Any, name: str, lora: bool, strategy: str, tmp_path: Path

@@ -47,13 +47,14 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, sc
     assert validations == [9, 18]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="better"),
         # The best model stays that of the shorter run.
-        pytest.param({"learning_rate": 1e-9}, id="not better", marks=pytest.mark.slow),
-        pytest.param({"ema": 0.9}, id="averaged", marks=pytest.mark.slow),
+        pytest.param({"learning_rate": 1e-9}, id="not better"),
+        pytest.param({"ema": 0.9}, id="averaged"),
     ],
 )
 def test_a_finished_run_keeps_what_a_longer_one_needs(tmp_path: Path, tiny_bert: Path, options: dict[str, Any]) -> None:

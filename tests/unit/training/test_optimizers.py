@@ -100,8 +100,9 @@ def test_lion_steps_by_the_sign_of_its_moment() -> None:
         torch.testing.assert_close(module.weight.detach(), before)
 
 
-@pytest.mark.parametrize("optimizer", sweep(OTHERS, quick=["lion"]))
-@pytest.mark.parametrize(("strategy", "ranks"), sweep([("ddp", 2), ("fsdp", 2), ("deepspeed", 2)], quick=[("fsdp", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OTHERS)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("deepspeed", 2)])
 def test_two_ranks_give_the_losses_of_one(
     tmp_path: Path, tiny_bert: Path, optimizer: str, strategy: str, ranks: int
 ) -> None:

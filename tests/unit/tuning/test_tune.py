@@ -188,6 +188,7 @@ def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
     assert (good.path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_what_diverges_is_recorded_and_the_tuning_goes_on(tmp_path: Path, sections: dict[str, Any]) -> None:
     space = {"train.learning_rate": {"choices": [1e-3, 1e30]}}
     done = tune(tmp_path / "tuning", sections, space=space, trials=2, seed=3)
