@@ -57,6 +57,8 @@ TEMPLATE = (
 "The chat template of the small model."
 LEARNING = {"warmup": 0.05, "micro_batch_tokens": 4096, "batch_size": 8}
 "How it is trained."
+ANSWER_TOKENS = 40
+"The most tokens of an answer; the longest call of the tool has 34."
 COUNT = {"type": "integer", "minimum": 1, "maximum": 30}
 FIELDS = {"speaker": {"enum": sorted({speaker for speaker, _ in LINES})}, "words": COUNT}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
@@ -262,7 +264,7 @@ def answer_questions(folder: Path, rows: int) -> dict[str, Any]:
     _, _, model = teach(folder, rows)
     questions = write_questions(folder / "questions", 8 * rows)["test"]
     command = [sys.executable, "-m", "torchlake", "predict", str(model), str(questions), str(folder / "free")]
-    command += ["--text", "messages", "--chat", "--key", "id", "--max-new-tokens", "24"]
+    command += ["--text", "messages", "--chat", "--key", "id", "--max-new-tokens", str(ANSWER_TOKENS)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         kept = staging_of(folder / "free") / ROWS
         try:
@@ -272,7 +274,7 @@ def answer_questions(folder: Path, rows: int) -> dict[str, Any]:
             job.kill()
 
     def answers(name: str, **options: Any) -> Any:
-        given: Any = {"text": "messages", "chat": True, "key": "id", "max_new_tokens": 24, **options}
+        given: Any = {"text": "messages", "chat": True, "key": "id", "max_new_tokens": ANSWER_TOKENS, **options}
         return predict(model, questions, folder / name, **given)
 
     done = [answers("free")]

@@ -33,16 +33,31 @@ Chunks = Iterator[Any]
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY")
-    for name in names:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    for name in (*names, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     cores = hardware.cores()
     for processes in (1, 2, 100 * cores):
         made = environment.local_environment(processes, None)
         threads = max(1, cores // processes)
         assert {made[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "RAYON")} == {str(threads)}
-        assert made["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert (made["OMP_WAIT_POLICY"], made["GOMP_SPINCOUNT"]) == ("PASSIVE", "2000")
         assert made["TOKENIZERS_PARALLELISM"] == ("true" if threads > 1 else "false")
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "spins"),
+    [({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None), ({"GOMP_SPINCOUNT": "5"}, "PASSIVE", "5")],
+)
+def test_how_threads_wait_is_the_choice_of_the_user(
+    given: dict[str, str], policy: str, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    made = environment.local_environment(1, None)
+    assert (made["OMP_WAIT_POLICY"], made.get("GOMP_SPINCOUNT")) == (policy, spins)
 
 
 def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def _chat_demo(where: str, rows: int) -> Outcome:
     """Teach a small model to answer questions, then which answers are right; count its exact answers."""
     import pyarrow.parquet as pq
 
-    from torchlake.cli.demo import LEARNING, teach
+    from torchlake.cli.demo import ANSWER_TOKENS, LEARNING, teach
     from torchlake.config.job import load_job
     from torchlake.scoring.predict import predict
     from torchlake.tables.record import local_output
@@ -53,7 +53,7 @@ def _chat_demo(where: str, rows: int) -> Outcome:
 
     def right(model: Path, name: str) -> float:
         output = folder / name
-        predict(model, tables["test"], output, text="messages", chat=True, key="id", max_new_tokens=24)
+        predict(model, tables["test"], output, text="messages", chat=True, key="id", max_new_tokens=ANSWER_TOKENS)
         texts = pq.read_table(output, columns=["generated_text"])["generated_text"].to_pylist()
         exact: list[bool] = [text == answer for text, answer in zip(texts, answers, strict=True)]
         return sum(exact) / len(exact)
