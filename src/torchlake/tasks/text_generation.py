@@ -113,7 +113,8 @@ class TextGeneration(WritingTask):
     def find_columns(self, schema: pa.Schema, spec: TaskSpec, first: Callable[[str], pa.Table] | None) -> TaskSpec:
         """Return the task with the table's columns of conversations and tools, and how its rows are packed.
 
-        The columns are found by name if `spec` has the default ones. JSON text is found by the first rows.
+        The columns are found by name if `spec` has the default ones. JSON text is found by the first rows; without
+        them, `spec.rows.chat` says whether strings are JSON.
         """
         text, inputs, names = spec.text, dict(spec.inputs), names_of(spec.rows)
         if text in (TEXT, *NAMES) and text not in schema.names:
@@ -121,7 +122,7 @@ class TextGeneration(WritingTask):
         kind = schema.field(text).type if isinstance(text, str) and text in schema.names else pa.null()
         plain = kind.value_type if pa.types.is_dictionary(kind) else kind
         chat = is_chat(kind, names)
-        written = not chat and is_text(plain) and first is not None
+        written = not chat and is_text(plain) and (first is not None or spec.rows.chat)
         if written and first is not None:
             written = looks_like_chats(first(str(text))[text].to_pylist(), names)
         tools = inputs.get("tools", "tools")

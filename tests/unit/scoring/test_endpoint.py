@@ -173,6 +173,10 @@ def test_the_same_requests_reach_the_endpoint(rows: Callable[..., Path], tmp_pat
         found = ask(rows(2), endpoint, tmp_path / "tools", tools=tools, prompt="Do {text}")
         assert json.loads(found[1]["tool_calls"])[0]["function"]["name"] == "weather"
         assert endpoint.requests[-1].body["tools"] == [{"type": "function", "function": tools[0]}]
+        del endpoint.requests[:]
+        asked = [json.dumps([{"role": "user", "content": "row 7"}])]
+        ask(rows(text=asked, tools=[json.dumps(tools)]), endpoint, tmp_path / "column", chat=True)
+        assert endpoint.requests[-1].body["tools"] == [{"type": "function", "function": tools[0]}]
 
 
 def test_answers_have_a_form(rows: Callable[..., Path], tmp_path: Path) -> None:

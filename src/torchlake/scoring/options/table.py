@@ -56,7 +56,8 @@ def with_table(
         return replace(settings, inputs=columns), replace(spec, inputs=columns)
     if spec.text == TEXT and TEXT not in schema.names and COLUMN in schema.names:
         spec = replace(spec, text=COLUMN)
-    found = task.find_columns(schema, spec, None if generation.chat else first)
+    known = replace(spec, rows=replace(spec.rows, chat=generation.chat))
+    found = task.find_columns(schema, known, None if generation.chat else first)
     chat = replace(generation, chat=generation.chat or found.rows.chat)
     columns = {**found.inputs, **settings.inputs, **_options_column(settings, schema, first)}
     if settings.prompts.tools and "tools" not in settings.inputs:
