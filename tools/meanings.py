@@ -110,8 +110,8 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "`1`: no request to the Hugging Face Hub; models are folders or already in its cache.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
-    "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes. `OMP_WAIT_POLICY` is `PASSIVE` for them "
-    "unless it is set.",
+    "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
+    "OMP_WAIT_POLICY": "How threads of child processes wait. Default: `PASSIVE`, with `GOMP_SPINCOUNT` 2000.",
     "VLLM_BATCH_INVARIANT": "`1`: vLLM's texts do not depend on their neighbors, on GPUs that have it; part of a job's "
     "fingerprint.",
     "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
