@@ -20,7 +20,7 @@ MASTER_FD = "TORCHLAKE_MASTER_FD"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 "For glibc: keep up to 4 GiB of freed memory. By default it asks the kernel for each large tensor again."
 SPINS = "2000"
-"How often a thread of GNU's OpenMP looks for work before it sleeps: 20 to 40 microseconds."
+"How often a thread of GNU's OpenMP looks for work before it sleeps."
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", MASTER_FD,
@@ -49,8 +49,8 @@ def thread_variables(threads: int) -> dict[str, str]:
     wins.
 
     OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set. Threads that wait for others
-    look for work some microseconds long, then sleep. By default they keep their core busy for milliseconds, so on a
-    busy machine the others wait for that core; if they sleep at once, small products wait for them to wake up.
+    look for work a moment, then sleep. By default they keep their core busy, so on a busy machine the others wait for
+    that core; if they sleep at once, small products wait for them to wake up.
     """
     counts = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
     counts["MKL_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))

@@ -102,8 +102,8 @@ def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
     by_row = [*rendered(tools=TOOLS)[:1], *rendered()[1:]]
     assert joined(written(model, text="title", tools="tools")) == texts(model, by_row)
     asked = [None if user is None else json.dumps([{"role": "user", "content": user}]) for user in USERS]
+    table = ROWS.append_column("messages", pa.array(asked))
     for form in ({}, {"chat": True}):  # found by the first rows, or said
-        table = ROWS.append_column("messages", pa.array(asked))
         assert joined(written(model, table, text="messages", **form)) == texts(model, by_row), form
     for own in ("{{ messages[-1].content }}!", "{{ messages[-1].content }}{{ quick }}"):
         made = written(model, text="title", chat_template=own, template_options={"quick": "!"})
