@@ -11,11 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchlake.errors import TableError, UnsafeError
+from torchlake.errors import TableError, TorchlakeError, UnsafeError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats.extensions import CANONICAL, check_parquet
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources import streams
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
 
 
@@ -169,6 +171,24 @@ def test_a_damaged_file_is_named_or_quarantined(tmp_path: Path, damage: str) -> 
     (tmp_path / "good.parquet").unlink()
     with pytest.raises(TableError, match="every file is bad"):
         open_table(tmp_path, columns=["a"], on_bad_file="quarantine")
+
+
+def test_no_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """pyarrow ended it for sizes of levels, and for the statistics of a column whose type is another one."""
+    content = parquet(tmp_path / "a.parquet", n=[1, None, 3]).read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    named = content.index(b"ARROW:schema", start) - 2  # this copy of the schema is not about columns
+    options, said = ReadOptions(selection=Selection(where="n > 1")), []
+    for place in range(start, named):
+        damaged = bytearray(content)
+        damaged[place] = (damaged[place] + 1) % 256
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        try:
+            open_table(tmp_path, columns=["n"], options=options)
+        except TorchlakeError as error:
+            said.append(str(error))
+    assert any("level histogram size mismatch" in one for one in said)
+    assert len(said) < named - start
 
 
 def test_files_of_two_formats_are_refused(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str], bounded:
         alone = pa.BufferReader(b"PAR1" + footer + tail[-8:])
         parquet = pq.ParquetFile(alone, **_INT96)
         schema, metadata = parquet.schema_arrow, parquet.metadata
+        extensions.check_columns(metadata, version.size)
         wanted = tuple(columns) or tuple(schema.names)
         bounds = {name: found for name in bounded if (found := _bounds(metadata, schema, name)) is not None}
         checksums = _has_checksums(file, version, metadata)
@@ -216,9 +217,11 @@ def _bounds(metadata: pq.FileMetaData, schema: pa.Schema, name: str) -> Bounds |
     plain = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     plain = plain or kind in (pa.string(), pa.large_string(), pa.date32())
     plain = plain or (pa.types.is_timestamp(kind) and kind.unit != "ns")
-    if place is None or not plain or first.column(place).physical_type == "INT96":
-        return None
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if place is None or not plain or metadata.schema.column(place).physical_type == "INT96":
+        return None
+    if {group.column(place).physical_type for group in groups} != {metadata.schema.column(place).physical_type}:
+        return None  # damaged: to look at its statistics would end the process
     found = [group.column(place).statistics if group.column(place).is_stats_set else None for group in groups]
     known = [one if one is not None and one.has_min_max else None for one in found]
     try:

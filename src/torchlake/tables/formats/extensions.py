@@ -5,14 +5,19 @@ schema, and some deserializers unpickle it (Ray's tensor types, `arrow.py_extens
 first with the key that marks an extension type replaced by another of the same length: the column then has its storage
 type, and the type's name is ordinary metadata. Only Arrow's canonical types, which are C++ and contain no code, are
 allowed. Cost: one read of the footer.
+
+`check_columns` refuses a Parquet footer at which pyarrow would end the process.
 """
 
 import base64
+import io
+import os
 import re
 import struct
 from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, UnsafeError
 
@@ -63,6 +68,23 @@ def check_footer(file: str, footer: bytes) -> None:
         ) from error
 
 
+def check_columns(metadata: pq.FileMetaData, size: int) -> None:
+    """Raise pa.ArrowException or OSError if a column of a row group is described in a damaged way.
+
+    `metadata.row_group(i).column(j)` ends the process then, because pyarrow does not catch what C++ throws there. It
+    does where it finds the pages that it reads ahead, before it reads them. Costs a fifth to a half of parsing the
+    footer, and 0.3 ms.
+    """
+    file = _Unreadable(size)
+    parquet = pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=metadata, pre_buffer=True)
+    try:
+        for _ in parquet.iter_batches(row_groups=range(metadata.num_row_groups), use_threads=False):
+            break
+    except (pa.ArrowException, OSError):
+        if not file.asked:
+            raise
+
+
 def check_ipc_stream(file: str, source: pa.NativeFile, start: int) -> bool:
     """Check an Arrow stream from byte `start` on, as `check_parquet` does; return whether it has extension types."""
     source.seek(start)
@@ -100,6 +122,26 @@ def footer_length(file: str, tail: bytes, size: int) -> int:
     if length > size - 12:
         raise TableError(f"{file}: damaged: its footer claims {length:,} bytes, the file has {size:,}")
     return int(length)
+
+
+class _Unreadable(io.RawIOBase):
+    """A file of `size` bytes that cannot be read; `asked` says whether anybody tried to."""
+
+    def __init__(self, size: int):
+        self.size, self.asked = size, False
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.size if whence == os.SEEK_END else offset
+
+    def tell(self) -> int:
+        return self.size
+
+    def read(self, size: int = -1) -> bytes:
+        self.asked = True
+        raise OSError(f"{size} bytes wanted")
 
 
 def _check_names(file: str, serialized: bytes) -> None:
