@@ -64,7 +64,7 @@ def _chat_demo(where: str, rows: int) -> Outcome:
         None,
         data={"train": tables["pairs"], "text": "messages", "chosen": "right", "rejected": "wrong"},
         model={"base": str(learned), "task": "text_generation", "max_length": 96},
-        train={"epochs": 1, "learning_rate": 5e-5, "preference": {"sft_weight": 1.0}, **LEARNING},
+        train={"epochs": 1, "learning_rate": 1e-4, "preference": {"sft_weight": 1.0}, **LEARNING},
     )
     preferred = train(job, run=folder / "preferences")
     found["after the preferences"] = right(preferred.model, "written_preferences")
