@@ -96,8 +96,6 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
 
 def _task_of(folder: Path, head: Head, task: str | None) -> str:
     """Return the task of a model's head, or the given one if config.json does not name a head. Raises DataError."""
-    import transformers
-
     known, asked = tasks_of(head), task if task in HEADS else None
     possible = known or [name for name in HEADS if head.model_type in architectures_of(name)]
     if asked is not None and asked not in possible:
@@ -105,7 +103,7 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
             raise DataError(f"{folder}: its architecture {head.architecture} is for {known[0]}, not for {asked}")
         raise DataError(f"{folder}: transformers has no model of the type {head.model_type!r} for {asked}")
     chosen = asked or next(iter(known), None)
-    if head.architecture and not known and (asked is None or head.architecture in dir(transformers)):
+    if head.architecture and not known and (asked is None or _is_known(head.architecture)):
         raise DataError(
             f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
@@ -121,6 +119,12 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
             f"{folder}: a model of type {head.model_type!r} reads sounds, and torchlake has no task for them"
         )
     return chosen
+
+
+def _is_known(architecture: str) -> bool:
+    import transformers  # only here: the driver and each worker would load it for half a second, and many never use it
+
+    return architecture in dir(transformers)
 
 
 def _embedding_spec(folder: Path) -> TaskSpec:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,18 @@ def test_common_types_have_the_tasks_that_transformers_says() -> None:
             if model_type in ENCODERS or model_type in IMAGE_MODELS:
                 for architecture in classes:
                     assert tasks_of(Head(model_type, architecture, None, {})) == [task]
+
+
+def test_the_task_of_a_common_type_is_found_without_transformers(tmp_path: Path) -> None:
+    """Its import takes half a second, in the driver and in each worker."""
+    folder = tiny.build_encoder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    code = "import sys; from torchlake.models.spec import load_spec; print(load_spec(sys.argv[1]).task, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("text_classification ")
+    assert not {"torch", "transformers"} & {*done.stdout.split()}
 
 
 @pytest.mark.parametrize(
