@@ -122,7 +122,7 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
 
 
 def _is_known(architecture: str) -> bool:
-    import transformers  # only here: the driver and each worker would load it for half a second, and many never use it
+    import transformers  # not above: it takes half a second, and a common model needs it neither in driver nor worker
 
     return architecture in dir(transformers)
 
