@@ -1,6 +1,7 @@
 """Models that write: answers do not depend on the batch, the attempt or the number of processes."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -78,6 +80,35 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(tiny_gpt2: Path) -> None:
     uniform = np.array([draws(ids.numpy()[0], each)[0] for each in options if each is not None])
     found = np.bincount(np.searchsorted(np.cumsum(shares, dtype=np.float64), uniform), minlength=len(shares)) / 2000
     assert (np.abs(found - shares) <= 4 * np.sqrt(shares * (1 - shares) / 2000) + 1e-3).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 40}, {"temperature": 1.4, "min_p": 0.1}])
+def test_20000_answers_are_drawn_as_the_softmax_says(tiny_gpt2: Path, options: dict[str, Any]) -> None:
+    """Chi-square of their first tokens; what is expected fewer than five times is one cell."""
+    rows, options = 20_000, {"temperature": 1.0, **options}
+    tokenizer = load.load_tokenizer(tiny_gpt2)
+    ids = tokenizer("the film", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        scores = AutoModelForCausalLM.from_pretrained(tiny_gpt2)(ids).logits[0, -1] / options["temperature"]
+    kept = scores >= scores.topk(options.get("top_k", len(scores))).values[-1]
+    kept &= scores.softmax(-1) >= options.get("min_p", 0.0) * scores.softmax(-1).max()
+    shares = scores.masked_fill(~kept, -torch.inf).softmax(-1).double()
+    expected: Counter[str] = Counter()
+    for token, share in enumerate(shares.tolist()):
+        expected[tokenizer.decode([token], skip_special_tokens=True)] += share * rows
+    table = pa.table({"text": ["the film"] * rows, "options": [{"seed": seed} for seed in range(rows)]})
+    written: pa.Table = tl.predict(
+        tiny_gpt2, table, max_new_tokens=1, engine=tiny.Here(), max_error_rate=0.0, **options
+    )
+    found = Counter(written["generated_text"].to_pylist())
+    assert found.keys() <= {text for text, times in expected.items() if times > 0}
+    often = [text for text, times in expected.items() if times >= 5]
+    cells = [(found[text], expected[text]) for text in often]
+    cells.append((rows - sum(seen for seen, _ in cells), rows - sum(times for _, times in cells)))
+    seen, times = zip(*(cell for cell in cells if cell[1] > 1e-6), strict=True)
+    assert len(seen) > 10
+    assert stats.chisquare(seen, times, sum_check=False).pvalue > 0.001
 
 
 def test_prompts_of_unequal_length_are_padded_on_the_left() -> None:
