@@ -122,7 +122,7 @@ def _task_of(folder: Path, head: Head, task: str | None) -> str:
 
 
 def _is_known(architecture: str) -> bool:
-    import transformers  # not above: it takes half a second, and a common model needs it neither in driver nor worker
+    import transformers  # not above: neither the driver nor a worker of a common model needs this slow import
 
     return architecture in dir(transformers)
 

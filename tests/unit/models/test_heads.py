@@ -60,7 +60,7 @@ def test_common_types_have_the_tasks_that_transformers_says() -> None:
 
 
 def test_the_task_of_a_common_type_is_found_without_transformers(tmp_path: Path) -> None:
-    """Its import takes half a second, in the driver and in each worker."""
+    """Its import is slow, and the driver and each worker look for the task."""
     folder = tiny.build_encoder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}

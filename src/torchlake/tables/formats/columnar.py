@@ -212,16 +212,17 @@ def _bounds(metadata: pq.FileMetaData, schema: pa.Schema, name: str) -> Bounds |
     """
     if name not in schema.names or metadata.num_row_groups == 0:
         return None
-    first, kind = metadata.row_group(0), schema.field(name).type
-    place = next((i for i in range(first.num_columns) if first.column(i).path_in_schema == name), None)
+    groups, kind = [metadata.row_group(i) for i in range(metadata.num_row_groups)], schema.field(name).type
+    place = next((i for i in range(groups[0].num_columns) if groups[0].column(i).path_in_schema == name), None)
     plain = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     plain = plain or kind in (pa.string(), pa.large_string(), pa.date32())
     plain = plain or (pa.types.is_timestamp(kind) and kind.unit != "ns")
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    if place is None or not plain or metadata.schema.column(place).physical_type == "INT96":
+    if place is None or not plain:
         return None
-    if {group.column(place).physical_type for group in groups} != {metadata.schema.column(place).physical_type}:
-        return None  # damaged: to look at its statistics would end the process
+    stored = metadata.schema.column(place).physical_type
+    # Statistics of a type that is not the column's are damaged, and to look at them would end the process.
+    if stored == "INT96" or any(group.column(place).physical_type != stored for group in groups):
+        return None
     found = [group.column(place).statistics if group.column(place).is_stats_set else None for group in groups]
     known = [one if one is not None and one.has_min_max else None for one in found]
     try:
