@@ -18,10 +18,9 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.cli.main import main
 from torchlake.config.job import load_job
 
@@ -74,7 +73,7 @@ def check_block(block: Block) -> None:
         compile(block.text, f"{block.page}:{block.line}", "exec")
     for line, words in _commands(block.text) if block.language == "bash" else ():
         if words[0] == "torchlake":
-            work = typer.main.get_command(app).main(words[1:], prog_name="torchlake", standalone_mode=False)
+            work = program.main(words[1:], prog_name="torchlake", standalone_mode=False)
             assert callable(work), f"{block.page}:{block.line}: {line}"
 
 

@@ -20,12 +20,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import meanings
 import numpy as np
-import typer
 from pydantic import BaseModel
 
 import torchlake as tl
 from torchlake import errors, plugins
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.config.job import SECTIONS, Job
 from torchlake.config.options import Option, PredictOptions
 from torchlake.config.task_spec import TaskSpec
@@ -231,7 +230,7 @@ def command_line_writing_page() -> Iterator[str]:
     yield "Options of [`predict`](command-line-models.md) for models that write (some: `evaluate`, `optimize`); how-to:"
     yield "[write with a language model](../how-to/writing.md)."
     yield ""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = program.commands  # type: ignore[attr-defined]
     options = [param for command in commands.values() for param in command.params if _writes(param)]
     yield from table(("option", "meaning"), dict.fromkeys(_option(param) for param in options))
 
@@ -241,7 +240,7 @@ def _writes(param: Any) -> bool:
 
 
 def _commands(wanted: Callable[[str], bool]) -> Iterator[str]:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = program.commands  # type: ignore[attr-defined]
     seen: set[tuple[str, ...]] = set()
     for name, command in commands.items():
         if not wanted(name):

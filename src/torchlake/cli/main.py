@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import typer
 
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.cli.console import (
     PIPE_CLOSED,
     error_outcome,
@@ -69,7 +69,7 @@ def _run(words: list[str]) -> Outcome:
     """Parse and run; turn every exception into an outcome."""
     try:
         # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
-        work = typer.main.get_command(app).main(words, prog_name="torchlake", standalone_mode=False)
+        work = program.main(words, prog_name="torchlake", standalone_mode=False)
         return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
     except typer.TyperException as error:
         refused = _wrong_value(error)

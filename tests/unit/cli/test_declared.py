@@ -13,11 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 
 import tiny
 import torchlake as tl
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.cli.main import main
 from torchlake.errors import PortTaken, UsageError
 from torchlake.jobs.options import OutputOptions
@@ -29,7 +28,7 @@ from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.serving.options import ServeOptions
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = program.commands  # type: ignore[attr-defined]
 SCORING = (ScoringSettings, OutputOptions, GenerationOptions)
 GROUPS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("predict", "rank", "evaluate", "optimize"), SCORING),

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-import typer
 
 from torchlake import plugins
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.cli.main import main
 from torchlake.errors import UsageError
 
@@ -226,7 +225,7 @@ ARGUMENTS = {
     "report": ["run"],
     "runtime-env": ["runtime", "path"],
 }
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = program.commands  # type: ignore[attr-defined]
 
 
 def test_the_commands_are_these() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import typer
 
 import torchlake as tl
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.cli.main import main
 from torchlake.config.job import SECTIONS, load_job
 from torchlake.config.messages import _settings
@@ -22,7 +21,7 @@ FOREIGN = re.compile(
 )
 "Words of pydantic, typer and Python."
 VALUES = ("many", 3.5, -1, True, [1, {}], {"a": {"b": 1}}, None, [], {}, "x" * 300, 10**30)
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = program.commands  # type: ignore[attr-defined]
 
 
 def wrong_options() -> Iterator[tuple[list[str], str]]:

@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake.cli.app import app
+from torchlake.cli.app import program
 from torchlake.config.arguments import types_of
 from torchlake.config.job import load_job
 from torchlake.config.measuring import EvaluateOptions
@@ -239,7 +238,7 @@ VALUES: dict[str, Any] = {
 
 
 def test_the_command_makes_the_report_again_with_every_option() -> None:
-    command = typer.main.get_command(app).commands["evaluate"]  # type: ignore[attr-defined]
+    command = program.commands["evaluate"]  # type: ignore[attr-defined]
     taken = {one.name for one in command.params} - {"model", "table", "json", "quiet", "verbose", "set"}
     assert EvaluateOptions.__annotations__.keys() <= taken
     hints = get_type_hints(EvaluateOptions)
