@@ -72,7 +72,8 @@ class Echo:
 
     def add(self, row, ids, options):
         self.seen += 1
-        time.sleep(float(setting("SLOW", "0")))
+        if setting("SLOW"):
+            time.sleep(float(setting("SLOW")))
         if self.fault == "noise":
             for _ in range(self.nth):
                 os.write(1 + self.seen % 2, b"x" * (1 << 20))

@@ -310,3 +310,13 @@ def test_vllm_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "boolean"}}}
     for row in write(runtime="vllm", json_schema={**schema, "additionalProperties": False}, temperature=1.0, seed=3):
         assert isinstance(json.loads(row["generated_text"])["a"], bool)
+    drawn: dict[str, Any] = {"runtime": "vllm", "temperature": 1.0, "seed": 3}
+    assert {row["generated_text"] for row in write(regex="(good|bad) film", **drawn)} <= {"good film", "bad film"}
+    several = [row["generated_text"] for row in write(n=3, **drawn)]
+    assert {len(texts) for texts in several} == {3}
+    assert len(set(several[0])) > 1, "each answer has a seed of its own"
+    assert [texts[0] for texts in several] == [row["generated_text"] for row in write(**drawn)]
+    found = tl.optimize(model, rows, runtimes=["vllm"], engine=tl.Local(processes=1), rows=8, budget="20min")
+    measured = next(one for one in found.candidates if one.runtime == "vllm")
+    assert measured.verdict == "chosen" or measured.verdict.startswith(("agrees", "outside")), measured
+    assert (measured.tokens_per_s or 0) > 0, measured
