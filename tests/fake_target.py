@@ -156,6 +156,9 @@ class FakeTarget:
     def lost(self, snapshot: Version, commit: str) -> bool:
         return False
 
+    def paths(self, snapshot: Version) -> tuple[str, ...]:
+        return snapshot.files
+
     def live_files(self, snapshot: Version) -> list[LiveFile]:
         return [LiveFile(path=path, file=f"{self.root}/{path}", bytes=1) for path in snapshot.files]
 

@@ -28,6 +28,8 @@ from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json, plan_to_
 from torchlake.tables.record import COMMIT, PLAN, is_record, recorded_schema
 
 FOLDER = f"{STATE}/commits"
+OWN_ROWS = ("create", "append", "overwrite")
+"Modes of writing in which no row of another commit is written again, as replace-where does in files that it changes."
 
 
 def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: ChunkPlan) -> None:
@@ -74,8 +76,33 @@ def commits_of(target: Target, snapshot: Snapshot) -> list[str]:
     """Return the ids of the commits whose records are kept and whose rows the target has; a folder has one at most."""
     table = as_table(target)
     if table is not None:
-        return [one for one in table.commits(snapshot) if not table.lost(snapshot, one)]
+        made = table.commits(snapshot)
+        lost = lost_commits(target, snapshot, made)
+        return [one for one in made if one not in lost]
     return [] if snapshot.latest is None else [snapshot.latest]
+
+
+def lost_commits(target: Target, snapshot: Snapshot, commits: Sequence[str]) -> set[str]:
+    """Return those of a table's commits whose rows certainly are gone, as its history or its files say.
+
+    The history may be expired. If all files with rows are of commits that wrote the rows of their own jobs alone, a
+    commit without a file has no row. Cost: the records of all commits, if there is such a commit.
+    """
+    table = as_table(target)
+    assert table is not None, "only a table has rows of several commits"
+    lost = {one for one in commits if table.lost(snapshot, one)}
+    unclear = {one for one in commits if one not in lost and _has_no_file(target, snapshot, one)}
+    if unclear:
+        records = [read_record(target, one) for one in table.commits(snapshot)]
+        own = [one for one in records if one is not None and one.get("mode") in OWN_ROWS]
+        if sum(len(target.live(snapshot, one) or ()) for one in own) == len(table.paths(snapshot)):
+            return lost | unclear
+    return lost
+
+
+def _has_no_file(target: Target, snapshot: Snapshot, commit: str) -> bool:
+    record = read_record(target, commit)
+    return record is not None and bool(record["parts"]) and not target.live(snapshot, record)
 
 
 def position_of(target: Target, snapshot: Snapshot, name: str) -> int | None:
@@ -95,13 +122,12 @@ def _position_of_rows(target: Target, snapshot: Snapshot, name: str, stored: int
     Mostly the newest commit has it, so that one record is read. If no record has the name, they were deleted, and the
     table's own number is all that is known.
     """
-    table, found = as_table(target), list[int]()
-    assert table is not None, "only a table has rows of several commits"
+    found: list[int] = []
     for commit in dict.fromkeys([*([snapshot.latest] if snapshot.latest else []), *stored_commits(target.root)]):
         position = ((read_record(target, commit) or {}).get("positions") or {}).get(name)
         if position is None or not target.has(snapshot, commit):
             continue
-        found.append(-1 if table.lost(snapshot, commit) else position)
+        found.append(-1 if lost_commits(target, snapshot, [commit]) else position)
         if position == found[-1] == stored:
             break
     return (max(found) if max(found) >= 0 else None) if found else stored

@@ -11,7 +11,7 @@ the rest in the same way for every target: plan and lease first, then parts, the
 from the plan and the settings. A target commits an id only once, and only on top of its newest version.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -163,6 +163,9 @@ class TableTarget(Protocol):
         Other programs roll a table back, replace or delete its rows. If they may have rewritten the rows, for example
         by a compaction, this is not certain.
         """
+
+    def paths(self, snapshot: Any) -> Collection[str]:
+        """Return the files with rows, as the table names them."""
 
     def position(self, snapshot: Any, name: str) -> int | None:
         """Return how far a source was read, by the commits that were made, also by those that are `lost`."""

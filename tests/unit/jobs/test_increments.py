@@ -29,6 +29,9 @@ import s3_server
 import tiny
 import torchlake as tl
 from torchlake.errors import OutputError, TorchlakeError
+from torchlake.outputs.find import output_of
+from torchlake.outputs.records import commits_of
+from torchlake.outputs.target import TargetOptions
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 FEED = {"delta.enableChangeDataFeed": "true"}
@@ -431,3 +434,30 @@ def test_files_of_the_output_that_are_gone_are_written_again(tmp_path: Path, lak
         case.map("out")
     case.map("out", mode="overwrite")
     assert len(case.rows("out")) == 6
+
+
+@pytest.mark.parametrize("sink", ["delta", "iceberg"])
+def test_replaced_rows_stay_gone_without_the_history(
+    sink: str, tmp_path: Path, lake: Any, bucket: s3_server.S3Server
+) -> None:
+    """The rows that replaced them have the same keys."""
+    case = Case(tmp_path, lake, bucket, "files", sink, "")
+    for word in ("film", "movie", "picture"):
+        case.put("0.parquet", rows(0, 6, word))
+        case.map("out", mode="overwrite")
+    case.put("1.parquet", rows(6, 8))
+    assert case.map("out", incremental=True).rows_in == 2
+    if sink == "delta":
+        table = DeltaTable(case.output("out"))
+        table.create_checkpoint()
+        for file in (tmp_path / "out" / "_delta_log").glob("*.json"):
+            if int(file.stem) < table.version():
+                file.unlink()
+    else:
+        case.forget_output()
+    target = output_of(case.output("out"), TargetOptions()).target
+    assert len(commits_of(target, target.snapshot())) == 2, "the third replacement and the increment"
+    assert case.map("out", incremental=True).rows_in == 0
+    case.put("2.parquet", rows(8, 9))
+    assert case.map("out", incremental=True).rows_in == 1
+    assert [number for number, _ in case.rows("out")] == list(range(9))

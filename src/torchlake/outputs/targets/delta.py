@@ -8,7 +8,7 @@ overwrite by itself, rows that another writer added meanwhile would stay in the 
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,10 @@ class DeltaTarget:
         """Return the parts that the log still lists."""
         folder = f"{APP}-{record['commit'][:16]}/"
         return {path.removeprefix(folder) for path in snapshot.paths if path.startswith(folder)}
+
+    def paths(self, snapshot: DeltaSnapshot) -> Collection[str]:
+        """Return the files with rows."""
+        return snapshot.paths
 
     def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
         """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""

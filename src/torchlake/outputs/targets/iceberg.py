@@ -10,7 +10,7 @@ A table that does not exist is created, empty, when the job begins, because only
 belong, and every part has the table's field ids. Missing columns are added at that time too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -201,6 +201,10 @@ class IcebergTarget:
             return set()
         folder = data_folder(snapshot.table, record["commit"])
         return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in snapshot.paths}
+
+    def paths(self, snapshot: IcebergSnapshot) -> Collection[str]:
+        """Return the files with rows."""
+        return snapshot.paths
 
     def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
         """Return the files of this snapshot. Raises OutputError if a reader needs more than the files."""
