@@ -153,8 +153,9 @@ class FakeTarget:
     def table_id(self, snapshot: Version) -> str:
         return ""
 
-    def lost(self, snapshot: Version, commit: str) -> bool:
-        return False
+    def lost(self, snapshot: Version, commit: str) -> bool | None:
+        """It has no history."""
+        return False if any(path.startswith(f"{_folder(commit)}/") for path in snapshot.files) else None
 
     def paths(self, snapshot: Version) -> tuple[str, ...]:
         return snapshot.files

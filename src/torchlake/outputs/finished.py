@@ -108,7 +108,7 @@ def is_lost(found: FoundAtTarget, names: Sequence[str]) -> bool:
     made = [name for name in names if found.target.has(found.snapshot, name)]
     for name in made:
         if name not in found.lost:
-            found.lost[name] = table.lost(found.snapshot, name) or _has_no_key(found, name)
+            found.lost[name] = bool(table.lost(found.snapshot, name)) or _has_no_key(found, name)
     return any(found.lost[name] for name in made)
 
 

@@ -77,32 +77,26 @@ def commits_of(target: Target, snapshot: Snapshot) -> list[str]:
     table = as_table(target)
     if table is not None:
         made = table.commits(snapshot)
-        lost = lost_commits(target, snapshot, made)
+        lost = _lost(target, snapshot, made)
         return [one for one in made if one not in lost]
     return [] if snapshot.latest is None else [snapshot.latest]
 
 
-def lost_commits(target: Target, snapshot: Snapshot, commits: Sequence[str]) -> set[str]:
+def _lost(target: Target, snapshot: Snapshot, commits: Sequence[str]) -> set[str]:
     """Return those of a table's commits whose rows certainly are gone, as its history or its files say.
 
-    The history may be expired. If all files with rows are of commits that wrote the rows of their own jobs alone, a
-    commit without a file has no row. Cost: the records of all commits, if there is such a commit.
+    Where the history says nothing: if all files with rows are of commits that wrote the rows of their own jobs alone, a
+    commit without a file has no row. Cost: the records of all commits.
     """
     table = as_table(target)
     assert table is not None, "only a table has rows of several commits"
-    lost = {one for one in commits if table.lost(snapshot, one)}
-    unclear = {one for one in commits if one not in lost and _has_no_file(target, snapshot, one)}
-    if unclear:
-        records = [read_record(target, one) for one in table.commits(snapshot)]
-        own = [one for one in records if one is not None and one.get("mode") in OWN_ROWS]
-        if sum(len(target.live(snapshot, one) or ()) for one in own) == len(table.paths(snapshot)):
-            return lost | unclear
-    return lost
-
-
-def _has_no_file(target: Target, snapshot: Snapshot, commit: str) -> bool:
-    record = read_record(target, commit)
-    return record is not None and bool(record["parts"]) and not target.live(snapshot, record)
+    lost = {one: table.lost(snapshot, one) for one in commits}
+    if None not in lost.values():
+        return {one for one, known in lost.items() if known}
+    records = [read_record(target, one) for one in table.commits(snapshot)]
+    own = [one for one in records if one is not None and one.get("mode") in OWN_ROWS]
+    only_own = sum(len(target.live(snapshot, one) or ()) for one in own) == len(table.paths(snapshot))
+    return {one for one, known in lost.items() if known or (known is None and only_own)}
 
 
 def position_of(target: Target, snapshot: Snapshot, name: str) -> int | None:
@@ -127,7 +121,7 @@ def _position_of_rows(target: Target, snapshot: Snapshot, name: str, stored: int
         position = ((read_record(target, commit) or {}).get("positions") or {}).get(name)
         if position is None or not target.has(snapshot, commit):
             continue
-        found.append(-1 if lost_commits(target, snapshot, [commit]) else position)
+        found.append(-1 if _lost(target, snapshot, [commit]) else position)
         if position == found[-1] == stored:
             break
     return (max(found) if max(found) >= 0 else None) if found else stored

@@ -157,11 +157,11 @@ class TableTarget(Protocol):
     def commits(self, snapshot: Any) -> list[str]:
         """Return the ids of the commits that were made and whose records are kept, also of those that are `lost`."""
 
-    def lost(self, snapshot: Any, commit: str) -> bool:
+    def lost(self, snapshot: Any, commit: str) -> bool | None:
         """Return whether it is certain that no row of a commit that was made is in the table any more.
 
-        Other programs roll a table back, replace or delete its rows. If they may have rewritten the rows, for example
-        by a compaction, this is not certain.
+        Other programs roll a table back, replace or delete its rows. None: the commit has no file left, and the history
+        does not say whether its rows were written to others, for example by a compaction.
         """
 
     def paths(self, snapshot: Any) -> Collection[str]:

@@ -121,15 +121,15 @@ class DeltaTarget:
         files = {f"{APP}-{commit[:16]}/{part['name']}" for part in record["parts"]}
         return files == set(snapshot.paths) and not snapshot.deleted
 
-    def lost(self, snapshot: DeltaSnapshot, commit: str) -> bool:
-        """Return whether it is certain that no row of a commit that was made is in the table any more."""
+    def lost(self, snapshot: DeltaSnapshot, commit: str) -> bool | None:
+        """Return whether no row of a commit is in the table any more; None if it has no file, and that is unclear."""
         record = read_record(cast(Target, self), commit)
         if record is None or not record["parts"] or self.live(snapshot, record):
             return False
         if not snapshot.paths:
             return True
         made = next((int(one["version"]) for one in snapshot.history if one.get(KEPT_COMMITS) == commit), None)
-        return made is not None and is_lost(snapshot.history, made, self._adds_only)
+        return True if made is not None and is_lost(snapshot.history, made, self._adds_only) else None
 
     def _adds_only(self, entry: Mapping[str, Any]) -> bool:
         """Return whether an entry of the log that adds rows did nothing else; replace-where rewrites other rows."""

@@ -172,23 +172,25 @@ class IcebergTarget:
             table
         )
 
-    def lost(self, snapshot: IcebergSnapshot, commit: str) -> bool:
-        """Return whether it is certain that no row of a commit that was made is in the table any more."""
+    def lost(self, snapshot: IcebergSnapshot, commit: str) -> bool | None:
+        """Return whether no row of a commit is in the table any more; None if it has no file, and that is unclear."""
         made = [one for one in snapshot.table.snapshots() if commit_of(one) == commit]
         if files.was_rolled_back(snapshot.table, made):
             return True
         record = read_record(cast(Target, self), commit)
         if record is None or not record["parts"] or self.live(snapshot, record):
             return False
-        if not made or not snapshot.paths:
-            return not snapshot.paths
+        if not snapshot.paths:
+            return True
+        if not made:
+            return None
 
         def replaced_all(one: Any) -> bool:
             commit = commit_of(one)
             other = None if commit is None else read_record(cast(Target, self), commit)
             return other is not None and other.get("mode") == "overwrite"
 
-        return files.were_deleted(snapshot.table, {one.snapshot_id for one in made}, replaced_all)
+        return True if files.were_deleted(snapshot.table, {one.snapshot_id for one in made}, replaced_all) else None
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
         """Return the commits whose records are kept."""
