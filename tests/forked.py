@@ -8,7 +8,7 @@ that equal jobs give equal bytes. Run as a script this file is the server.
 
     start(function, *args)       a function of a module, in a process of its own
     run_script(text, arguments)  as `python -c`
-    `children_are_forked`        the workers and ranks of the local engine are forks as well
+    `children_are_forked`        the local engine's workers and ranks, and renderers of chat templates, are forks, too
 """
 
 import atexit
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 ALONE = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -56,6 +56,8 @@ PRELOADED = (
     "torchlake.strategies.ddp",
     "torchlake.strategies.fsdp",
     "torchlake.tasks.text_classification",
+    "torchlake.tasks._template_process",
+    "transformers.utils.chat_template_utils",
     "torch.distributed.algorithms.join",
     "deepspeed",
     "peft",
@@ -92,6 +94,8 @@ class Process:
     def __init__(self, connection: socket.socket) -> None:
         self._descriptor: int | None = connection.detach()
         self._code: int | None = None
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
         self.pid = self._number(None)
 
     def wait_for_end(self, timeout: float | None = None) -> None:
@@ -104,6 +108,12 @@ class Process:
         self.wait_for_end(timeout)
         self.__del__()
         assert self._code is not None
+        return self._code
+
+    def poll(self) -> int | None:
+        """Return its exit code, None before it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait_for_end(0.0)
         return self._code
 
     def kill(self) -> None:
@@ -196,22 +206,25 @@ def children_are_forked() -> Iterator[None]:
     """Inside, the workers and ranks of the local engine are forks, also in the forks of this process."""
     global _forking
     from torchlake.processes import children
+    from torchlake.tasks import _rendering
 
-    before = _forking, children.start_python, children.wait_for_end
+    before = _forking, children.start_python, children.wait_for_end, _rendering.start_process
     _fork_children()
     try:
         yield
     finally:
-        _forking, children.start_python, children.wait_for_end = before
+        _forking, children.start_python, children.wait_for_end, _rendering.start_process = before
 
 
 def _fork_children() -> None:
     global _forking
     from torchlake.processes import children
+    from torchlake.tasks import _rendering
 
     _forking = True
     children.start_python = _start_child  # type: ignore[assignment]
     children.wait_for_end = Process.wait_for_end  # type: ignore[assignment]
+    _rendering.start_process = _start_renderer  # type: ignore[assignment]
 
 
 def _start_child(
@@ -230,6 +243,16 @@ def _start_child(
         folder=options["folder"],
         files=files,
     )
+
+
+def _start_renderer() -> Process:
+    """Stand in for `torchlake.tasks._rendering.start_process`."""
+    (read, stdin), (stdout, write) = os.pipe(), os.pipe()
+    process = start("torchlake.tasks._template_process:serve", files={0: read, 1: write})
+    for descriptor in (read, write):
+        os.close(descriptor)
+    process.stdin, process.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+    return process
 
 
 def _child(descriptor: int, death_signal: int) -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def room(path: Path) -> str:
     return room_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Dotted names of the modules that a file imports, lazily or not, and for type checking."""
     names: set[str] = set()

@@ -241,13 +241,7 @@ def _running(template_key: str) -> Renderer:
         one.template_key = template_key
         return one
     close()
-    process = subprocess.Popen(
-        [sys.executable, "-c", BOOT, json.dumps(sys.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # a signal to the worker's group must not end it first
-    )
-    started = Renderer(template_key=template_key, owner=os.getpid(), process=process)
+    started = Renderer(template_key=template_key, owner=os.getpid(), process=start_process())
     if not started.ask([line])[0]:
         raise DataError(
             f"The process that renders chat templates does not start: {sys.executable} ended with status "
@@ -255,6 +249,16 @@ def _running(template_key: str) -> Renderer:
         )
     _renderer = started
     return started
+
+
+def start_process() -> subprocess.Popen[bytes]:
+    """Start a process that renders; see `_template_process.py`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a signal to the worker's group must not end it first
+    )
 
 
 def _end() -> int:
