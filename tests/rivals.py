@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from torchlake.models import load
+from torchlake.optimization import measure
 from torchlake.runtimes import eager
 
 
@@ -27,8 +28,14 @@ def remembering(folder: Path, spec: load.TaskSpec, *, device: str):
     return remember
 
 
+def _in_a_hurry() -> None:
+    """Measure what is wrong no longer than its answers take: each candidate has a process of its own."""
+    measure.MIN_S = 0.0
+
+
 def guessing(folder: Path, spec: load.TaskSpec, *, device: str):
     """As fast as can be, and wrong: always the first class."""
+    _in_a_hurry()
 
     def guess(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         return np.eye(1, len(spec.labels), dtype=np.float32).repeat(len(input_ids), axis=0)
@@ -37,6 +44,7 @@ def guessing(folder: Path, spec: load.TaskSpec, *, device: str):
 
 
 def not_a_number(folder: Path, spec: load.TaskSpec, *, device: str):
+    _in_a_hurry()
     return lambda input_ids, attention_mask: np.full((len(input_ids), len(spec.labels)), np.nan, dtype=np.float32)
 
 

@@ -26,6 +26,8 @@ from torchlake.tables.table import open_table
 
 LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
 "The engines' own launchers of groups; what one cannot do is said in `UNSUPPORTED` of its module."
+LOCAL_ONLY = {"test_much_is_spread_over_processes_and_comes_back_in_order"}
+"Quick on the local engine alone: the others spread work as chunks, which other tests run on them."
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,7 +37,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     others = [name for name in plugins.names("engines") if name != "local"]
     tests = [name for name in vars(metafunc.module) if name.startswith("test_")]
-    quick = {"local", others[tests.index(metafunc.function.__name__) % len(others)]}
+    quick = (
+        {"local"}
+        if metafunc.function.__name__ in LOCAL_ONLY
+        else {"local", others[tests.index(metafunc.function.__name__) % len(others)]}
+    )
     names = [*plugins.names("engines"), *(LAUNCHERS if fixture == "launcher" else ())]
     metafunc.parametrize(fixture, sweep(names, quick=quick), indirect=True)
 

@@ -62,7 +62,7 @@ CASES = [
     if name in known and (task, name) not in EXCLUDED
 ]
 CASES += [("feature_extraction", name) for name in ("longt5", "switch_transformers")]
-QUICK = {("token_classification", "xlnet"), ("feature_extraction", "fnet"), ("question_answering", "fnet")}
+QUICK = {("token_classification", "xlnet"), ("feature_extraction", "fnet")}
 
 
 def build(folder: Path, task: str, name: str) -> Path:

@@ -4,6 +4,7 @@ The classes are found from the annotations of the public functions, so a new res
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -106,6 +107,7 @@ def results() -> dict[str, type]:
 RESULTS = results()
 
 
+@functools.cache
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of an annotation; texts and paths are hostile."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -145,6 +147,7 @@ def square(value: tl.Evaluation) -> tl.Evaluation:
     return dataclasses.replace(value, confusion=None if value.confusion is None else matrix)
 
 
+@functools.cache
 def jobs() -> st.SearchStrategy[tl.Job]:
     names = TEXTS.filter(lambda text: text.strip() and text.isprintable()) | st.just("<script>" * 500)
     return st.builds(

@@ -6,6 +6,7 @@ A new file in runtimes/ is tested here unasked. The table has rows of one token 
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,16 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-def of_every_kind(name: str) -> list[object]:
-    """The runtime with every kind of model; those that take many seconds for each in slow tests."""
-    return [pytest.param(name, kind, marks=pytest.mark.slow if name in COMPILED else ()) for kind in KINDS]
-
-
-CASES = [case for name in plugins.names("runtimes") for case in of_every_kind(name)]
 QUICK = set(plugins.names("runtimes")) - COMPILED
+OWN_LAYERS = {"bf16", "bettertransformer", "int8", "onnx", "varlen"}
+"Runtimes with layers of their own for each kind, and the export that the others' are made from."
+QUICK_CASES = {(name, kind) for name in QUICK for kind in KINDS if kind == "bert" or name in OWN_LAYERS}
+every_kind = pytest.mark.parametrize(
+    ("name", "kind"), sweep(product(plugins.names("runtimes"), KINDS), quick=QUICK_CASES)
+)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@every_kind
 def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
     folder, forward = load(name, kind)
     spec, pad_id = load_spec(folder), models.load_tokenizer(folder).pad_token_id
@@ -94,8 +95,7 @@ def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
         assert difference <= plugins.load("runtimes", name).TOLERANCE, lengths
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick=QUICK))
+@every_kind
 def test_neither_padding_nor_neighbors_change_an_answer(name: str, kind: str, load: Load) -> None:
     """A row scored alone and in a ragged batch may differ by rounding: in fp32, or at times by a step of 8 bits."""
     folder, forward = load(name, kind)

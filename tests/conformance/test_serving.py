@@ -176,7 +176,7 @@ def test_any_company_of_64_clients_has_the_answers_of_predict(server: Running, k
         async with httpx.AsyncClient(base_url=server.url, headers=headers, **options) as client:
             return await asyncio.gather(*(ask(client, chosen) for chosen in requests))
 
-    @settings(max_examples=examples(30, quick=3), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(30, quick=2), suppress_health_check=list(HealthCheck))
     @given(st.lists(request, min_size=CLIENTS, max_size=CLIENTS))
     def check(requests: list[list[int]]) -> None:
         answers = asyncio.run(together(requests))

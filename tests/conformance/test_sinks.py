@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ QUICK = {"folder", "object_folder", "delta", "iceberg"}
 "Of the kinds; the others differ from one of these by the storage."
 every_variant = pytest.mark.parametrize("variant", sweep(VARIANTS, quick={"plain"}))
 every_kind = pytest.mark.parametrize("output", KINDS, indirect=True)
+renamed_or_logged = pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta"}), indirect=True)
+put_or_logged = pytest.mark.parametrize("output", sweep(KINDS, quick={"object_folder", "iceberg"}), indirect=True)
+"Kills and races: two ways to commit each in `make test`; tests/unit/tables/test_transactions.py draws many more."
 tables_alone = pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta", "iceberg"}), indirect=True)
 
 
@@ -103,6 +107,7 @@ def test_rows_are_written_once_and_the_same_job_again_does_nothing(output: Outpu
         assert there.ids() == ALL
 
 
+@renamed_or_logged
 @every_site
 @every_variant
 def test_a_job_that_is_killed_anywhere_goes_on(output: Output, source: Path, every: bool, variant: str) -> None:
@@ -123,6 +128,7 @@ def test_a_job_that_is_killed_anywhere_goes_on(output: Output, source: Path, eve
         assert there.ids() == ALL, site
 
 
+@put_or_logged
 @every_site
 @every_variant
 def test_a_writer_that_wakes_after_its_successor_committed_changes_nothing(
@@ -148,6 +154,7 @@ def test_a_writer_that_wakes_after_its_successor_committed_changes_nothing(
         assert there.computed(source, **options) == 0, site
 
 
+@renamed_or_logged
 @every_site
 def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
     output: Output, source: Path, every: bool
@@ -175,6 +182,7 @@ def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
         assert there.ids() == ALL, site
 
 
+@put_or_logged
 @pytest.mark.parametrize("count", sweep([2, 3], quick={2}))
 def test_writers_that_start_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     several = [output.start(source, armed="test.planned:1:stop") for _ in range(count)]
@@ -210,6 +218,7 @@ def test_writers_that_commit_together_write_each_row_once(output: Output, source
     assert output.ids() == ALL
 
 
+@pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta"}), indirect=True)
 def test_writers_of_different_rows_add_all_of_them(table: Output, source: Path, more: Path) -> None:
     several = {one: table.start(one, armed="test.planned:1:stop", mode="append") for one in (source, more)}
     assert all(writer.stopped() for writer in several.values())
@@ -247,7 +256,14 @@ def test_rows_are_added_once(output: Output, source: Path, more: Path) -> None:
     assert output.computed(source, mode="append") == 0
 
 
-@pytest.mark.parametrize("mode", ["create", "append", "overwrite"])
+@pytest.mark.parametrize(
+    ("output", "mode"),
+    sweep(
+        product(KINDS, ["create", "append", "overwrite"]),
+        quick={*product(["delta"], ["create", "append", "overwrite"]), *product(["iceberg"], ["create", "append"])},
+    ),
+    indirect=["output"],
+)
 def test_a_commit_of_another_writer_in_between(table: Output, source: Path, more: Path, mode: str) -> None:
     """It keeps its rows, or they are replaced as asked for, or the job is refused."""
     table.computed(more, mode="append")
@@ -271,9 +287,10 @@ def test_a_commit_of_another_writer_in_between(table: Output, source: Path, more
         assert table.ids() == ([*ALL, *before, 999] if mode == "append" else ALL)
 
 
-def test_no_rows_at_all(output: Output, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["last variant", "all"])
+def test_no_rows_at_all(output: Output, tmp_path: Path, every: bool) -> None:
     empty = write_source(tmp_path / "empty.parquet", source_rows(0))
-    for name, options in enumerate(variants(output)):
+    for name, options in enumerate(variants(output) if every else variants(output)[-1:]):
         there = output.at(str(name))
         assert there.computed(empty, **options) == 0
         assert there.ids() == []
@@ -289,6 +306,7 @@ def test_failed_rows_are_kept_with_their_error(output: Output, source: Path) -> 
     assert rows.num_rows == ROWS
 
 
+@pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "object_folder"}), indirect=True)  # a lock, and none
 @pytest.mark.parametrize(
     "asked", [pytest.param({"overwrite": True}, id="option", marks=pytest.mark.slow), {"mode": "overwrite"}]
 )
@@ -306,14 +324,14 @@ def test_to_overwrite_an_interrupted_write_tries_its_failed_rows_again(
 
 
 def test_files_have_about_the_size_that_is_asked_for(output: Output, tmp_path: Path) -> None:
-    source = write_source(tmp_path / "in.parquet", source_rows(64))
+    source = write_source(tmp_path / "in.parquet", source_rows(24))
     one_part = output.at("single")
-    assert one_part.computed(source, chunk_rows=64) == 1
-    assert output.computed(source, chunk_rows=4, target_file_size=1) == 16
+    assert one_part.computed(source, chunk_rows=24) == 1
+    assert output.computed(source, chunk_rows=4, target_file_size=1) == 6
     large = output.at("large")
-    assert large.computed(source, chunk_rows=4, target_file_size=1 << 30) == 16
+    assert large.computed(source, chunk_rows=4, target_file_size=1 << 30) == 6
     for there in (one_part, output, large):
-        assert there.ids() == list(range(64))
+        assert there.ids() == list(range(24))
 
 
 def test_partitions_of_any_value(output: Output, tmp_path: Path) -> None:

@@ -47,26 +47,39 @@ def test_one_rank_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path)
     assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> tuple[Path, dict[str, Any]]:
+    """A run of `single` and its job: one batch of each epoch has one row."""
+    folder = tmp_path_factory.mktemp("single")
+    sections = runs.job(
+        folder,
+        tiny_bert,
+        rows=47,
+        batch_size=17,
+        micro_batch_tokens=64,
+        clip_norm=0.5,
+        checkpoint_every="2steps",
+        strategy="single",
+    )
+    runs.succeed(folder / "run", sections)
+    assert sorted(line["rows"] for line in runs.metrics(folder / "run") if "loss" in line) == [1, 1, *[17] * 4]
+    return folder / "run", sections
+
+
+@pytest.mark.parametrize("name", sweep(NAMES, quick={*NAMES} - {"single"}))
+def test_it_trains_like_single(name: str, tmp_path: Path, single: tuple[Path, dict[str, Any]]) -> None:
     """The losses of `single`, over batches of one row too, and a model that loads without the strategy."""
     skip_where_it_cannot_run(name)
-    sections = runs.job(
-        tmp_path, tiny_bert, rows=90, batch_size=17, micro_batch_tokens=64, clip_norm=0.5, strategy="single"
-    )
-    runs.succeed(tmp_path / "single", sections)
-    sections["train"]["strategy"] = name
+    one_run, sections = single
+    sections = {**sections, "train": {**sections["train"], "strategy": name}}
     runs.succeed(tmp_path / name, sections, ranks=ranks(name))
-    expected = runs.losses(tmp_path / "single")
+    expected = runs.losses(one_run)
     assert runs.losses(tmp_path / name) == pytest.approx(expected, abs=TOLERANCE)
-    norms = [
-        [line["grad_norm"] for line in runs.metrics(run) if "loss" in line]
-        for run in (tmp_path / "single", tmp_path / name)
-    ]
+    norms = [[line["grad_norm"] for line in runs.metrics(run) if "loss" in line] for run in (one_run, tmp_path / name)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     from safetensors.torch import load_file
 
-    one, other = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("single", name))
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (one_run, tmp_path / name))
     assert one.keys() == other.keys()
     # A softmax does not see a key's bias: its gradient is rounding alone, which AdamW makes steps of full length from.
     seen = [key for key in one if not key.endswith("key.bias")]
@@ -152,21 +165,23 @@ def test_a_checkpoint_of_split_layers_continues_whole_and_split_again(
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, quick={"fsdp"}))
-def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+def test_its_checkpoint_continues_under_any_other(
+    name: str, tmp_path: Path, single: tuple[Path, dict[str, Any]]
+) -> None:
     skip_where_it_cannot_run(name)
-    sections = runs.job(tmp_path, tiny_bert, strategy=name)
+    one_run, sections = single
+    sections = {**sections, "train": {**sections["train"], "strategy": name}}
     stopped = runs.attempt(
         tmp_path / "run",
         sections,
         ranks=ranks(name),
-        failpoint="rank0.step:8:raise",
+        failpoint="rank0.step:6:raise",
         overrides=("train.max_restarts=0",),
     )
     assert stopped.exit_code == 70
     sections["train"]["strategy"] = "single"
-    runs.succeed(tmp_path / "run", sections)
-    runs.succeed(tmp_path / "single", sections)
-    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+    assert runs.succeed(tmp_path / "run", sections).steps == 2
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(one_run), abs=TOLERANCE)
 
 
 def test_single_is_the_model_itself() -> None:

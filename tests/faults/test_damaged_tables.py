@@ -34,7 +34,7 @@ def test_damages_that_were_found(tables: Tables, kind: str, one: Damage) -> None
     assert tables.raw_errors(kind, one) == []
 
 
-@pytest.mark.parametrize("count", sweep([8, 2500], quick={8}))
+@pytest.mark.parametrize("count", sweep([4, 2500], quick={4}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_exception_of_a_library_reaches_a_user(tables: Tables, kind: str, count: int) -> None:
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -119,7 +119,7 @@ def test_a_second_run_scores_nothing(job: dict, tmp_path: Path) -> None:
 )
 def test_a_signal_ends_it_and_the_same_command_resumes(model: Path, tmp_path: Path, signum: int, code: int) -> None:
     """Case 4, by the command line: exit code, within seconds, with the command that resumes; no orphans."""
-    source = scoring_runs.write_rows(tmp_path / "in.parquet", [f"good film bad {row}" for row in range(400_000)])
+    source = scoring_runs.write_rows(tmp_path / "in.parquet", [f"good film bad {row}" for row in range(100_000)])
     arguments = ["predict", str(model), str(source), str(tmp_path / "out"), "--key", "id", "--chunk-rows", "2000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "torchlake", *arguments, "--processes", "1"],

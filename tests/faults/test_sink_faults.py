@@ -80,8 +80,12 @@ def test_any_write_whose_answer_fails(output: Output, source: Path, store: Fault
 
 
 @pytest.mark.parametrize(
-    ("answer", "what"),
-    sweep(product([500, 503, 409, 403], ["commit", "part"]), quick={(500, "commit"), (403, "part")}),
+    ("output", "answer", "what"),
+    sweep(
+        product(REMOTE, [500, 503, 409, 403], ["commit", "part"]),
+        quick={("object_folder", 500, "commit"), ("delta_on_s3", 403, "part"), ("delta_on_s3", 500, "commit")},
+    ),
+    indirect=["output"],
 )
 def test_a_store_that_stays_broken_ends_the_job(
     output: Output, source: Path, store: FaultProxy, answer: int, what: str

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from torchlake import plugins
 from torchlake.engines.local import Local
 
@@ -46,7 +47,8 @@ def _listening_in_a_group() -> list[list[str]]:
 
 
 def test_two_ranks_listen_on_this_machine_alone() -> None:
-    addresses = Local().launch(_listening_in_a_group, processes=2)
+    with forked.children_are_forked():
+        addresses = Local().launch(_listening_in_a_group, processes=2)
     assert any(addresses), "the oracle sees the store of rank 0"
     assert {address for rank in addresses for address in rank} == {"0100007F"}
 

@@ -99,13 +99,16 @@ def durable_sites(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, 
             "model.rename:1",
             "evaluation.rows.rename:1",
         ],
-        quick=["checkpoint.rename:1", "model.rename:1"],
+        quick=["model.rename:1"],
     ),
 )
 def test_a_kill_while_something_is_written(
     tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
 ) -> None:
-    """Case 45: checkpoints, the best model, the model folder, the page of its rows; the slow sweep has them all."""
+    """Case 45: checkpoints, the best model, the model folder, the page of its rows; the slow sweep has them all.
+
+    The quick test of a checkpoint is the one below.
+    """
     recovery(tmp_path / "run", 45)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9")
     assert killed.exit_code == -signal.SIGKILL
@@ -137,15 +140,18 @@ def test_a_kill_while_something_is_written_beside_the_training(
 @pytest.mark.parametrize(
     "hit",
     sweep(
-        ["checkpoint.model.write:2", "checkpoint.note.rename:1", "checkpoint.verify:1"],
-        quick=["checkpoint.note.rename:1"],
+        ["checkpoint.model.write:2", "checkpoint.note.rename:2", "checkpoint.verify:1"],
+        quick=["checkpoint.note.rename:2"],
     ),
 )
 def test_a_rank_killed_while_it_writes_its_share(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str, recovery: Watch
 ) -> None:
     recovery(tmp_path / "run", 45)
-    runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE)
+    done = runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE)
+    assert done.steps == LAST_STEP
+    if hit.endswith(":2"):  # the first checkpoint is complete
+        assert "continuing after step 3" in (tmp_path / "run" / "logs" / "rank_1.jsonl").read_text()
     assert_same_run(tmp_path / "run", whole_on_two)
 
 
@@ -222,7 +228,8 @@ def test_sigterm_at_any_rank_stops_all_at_the_same_step(
     assert_same_run(tmp_path / "run", whole_on_two)
 
 
-@pytest.mark.parametrize("rank", sweep([0, 1], quick=[1]))
+@pytest.mark.slow  # a quick test kills a rank that writes: its launcher does the same
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, rank: int, recovery: Watch
 ) -> None:
@@ -240,7 +247,7 @@ def test_resume_on_another_number_of_ranks(
 ) -> None:
     """Case 47: the same rows in the same steps, losses within 1e-5; a batch of 8 does not divide by 3."""
     recovery(tmp_path / "run", 47)
-    sections = runs.job(tmp_path, tiny_bert)
+    sections = runs.job(tmp_path, tiny_bert, rows=72)
     runs.succeed(tmp_path / "whole", sections)
     stopped = runs.attempt(
         tmp_path / "run", sections, ranks=first, failpoint="rank0.step:8:kill9", overrides=NO_RESTART
@@ -310,6 +317,7 @@ def fail_in_every_attempt() -> None:
     step.failpoint = failpoint  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow  # test_cases_training.py has a quick test of another damage
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(
     tmp_path: Path, sections: dict[str, Any], whole: Path, recovery: Watch
 ) -> None:

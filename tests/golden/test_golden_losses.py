@@ -40,7 +40,9 @@ def losses(folder: Path, base: Path, problem: str, *, strategy: str = "auto", ra
     return runs.losses(folder / "run")
 
 
-@pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
+@pytest.mark.parametrize(
+    "problem", sweep(["single_label", "multi_label", "regression"], quick={"single_label", "regression"})
+)
 def test_a_classifier_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: Path, problem: str) -> None:
     check(f"text_classification_{problem}", losses(tmp_path, tiny_bert, problem))
 
@@ -50,7 +52,7 @@ def test_a_language_model_gives_the_losses_of_the_golden_file(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize(
-    "strategy", sweep((name for name in plugins.names("strategies") if name != "single"), quick={"fsdp"})
+    "strategy", sweep((name for name in plugins.names("strategies") if name != "single"), quick=())
 )
 def test_two_ranks_give_the_losses_of_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
     if strategy == "deepspeed":

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import forked
 from sweeps import sweep
 from torchlake import errors, logs
 from torchlake.cli import main as cli
@@ -426,14 +427,23 @@ def test_quiet_and_verbose_hold_for_this_process_and_its_children(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "TORCHLAKE_PROGRESS"}
-    words = [sys.executable, str(script), where, *flags]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+
+    def ran(*more: str) -> subprocess.CompletedProcess[str]:
+        words = [where, *flags, *more]
+        if where == "here":
+            return forked.run_script(SCRIPT, words, environment=environment)
+        return subprocess.run(
+            [sys.executable, str(script), *words], capture_output=True, text=True, check=False, env=environment
+        )
+
+    done = ran()
+    assert done.returncode == 0, done.stderr
     assert "here: complete" in done.stdout or "in a child: complete" in done.stdout, "results are always shown"
     expected = shown | ({STEP} if where == "here" and not flags else set())
     assert {word for word in (DETAIL, STEP, WARNING, BAR) if word in done.stderr} == expected
     if where == "in a child":
         return
-    bad = subprocess.run([*words, "bad"], capture_output=True, text=True, check=False, env=environment)
+    bad = ran("bad")
     assert bad.returncode == 64
     assert "error: it is off" in bad.stderr, "errors are always shown"
     assert ("Traceback" in bad.stderr) == (flags == ["--verbose"])

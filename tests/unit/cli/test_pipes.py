@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from sweeps import sweep
 
 RUN = [sys.executable, "-m", "torchlake"]
 WORK = """
@@ -38,11 +41,16 @@ def closed() -> Iterator[int]:
     os.close(theirs)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["version", "--json"], ["schema"]], ids=" ".join)
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_closed_pipe_ends_with_141_and_without_a_word(words: list[str], stream: str, closed: int) -> None:
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    sweep(
+        product(["stdout", "stderr"], ["--help", "version --json", "schema"]),
+        quick={("stdout", "--help"), ("stdout", "schema"), ("stderr", "version --json")},
+    ),
+)
+def test_a_closed_pipe_ends_with_141_and_without_a_word(words: str, stream: str, closed: int) -> None:
     other = "stderr" if stream == "stdout" else "stdout"
-    done = subprocess.run([*RUN, *words], check=False, **{stream: closed, other: subprocess.PIPE})  # type: ignore[call-overload]
+    done = subprocess.run([*RUN, *words.split()], check=False, **{stream: closed, other: subprocess.PIPE})  # type: ignore[call-overload]
     assert done.returncode == 141
     assert b"rror" not in (done.stderr or b"")
     assert b"Traceback" not in (done.stderr or b"")

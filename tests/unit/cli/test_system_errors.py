@@ -15,6 +15,7 @@ import pytest
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.cli.console import explain_os_error
 from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, StorageError
@@ -86,7 +87,21 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "command", "path"), PATHS, ids=["-".join(one)[:40] for one in PATHS])
+QUICK = [
+    one
+    for number, command in enumerate((place, command) for place, known in PLACES.items() for command in known)
+    for shift in (0, 3)
+    if (one := (*command, (*UNUSABLE, "folder")[(number + shift) % 8])) in PATHS
+]
+"Each command with one or two of the paths, and each path with several commands."
+
+
+def test_quick_cases_have_each_command_and_each_path() -> None:
+    assert {one[:2] for one in QUICK} == {one[:2] for one in PATHS}
+    assert {one[2] for one in QUICK} == {one[2] for one in PATHS}
+
+
+@pytest.mark.parametrize(("place", "command", "path"), sweep(PATHS, quick=QUICK))
 def test_a_path_that_cannot_be_used(
     here: Path, place: str, command: str, path: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,26 +110,30 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_each_worker_sees_its_own_gpus_and_each_rank_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
-    seen = set(Local().run_chunks(_visible_gpus, range(8), resources=Resources(processes=2, gpus=2)))
-    assert seen <= {"4,5", "6,7"}
-    assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,6,5,7"
+    with forked.children_are_forked():
+        seen = set(Local().run_chunks(_visible_gpus, range(8), resources=Resources(processes=2, gpus=2)))
+        assert seen <= {"4,5", "6,7"}
+        assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,6,5,7"
 
 
 def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {"4"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {""}
+    with forked.children_are_forked():
+        assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {"4"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None))) == {""}
 
 
 def test_several_gpus_for_each_process_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Resources(gpus=None, devices=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert set(Local().run_chunks(_visible_gpus, range(4), resources=several)) == {"4,5"}
+    with forked.children_are_forked():
+        assert set(Local().run_chunks(_visible_gpus, range(4), resources=several)) == {"4,5"}
     with pytest.raises(UsageError, match="1 processes with 4 GPUs each need 4 GPUs, but 3 were found"):
         Local().run_chunks(_visible_gpus, range(4), resources=Resources(gpus=None, devices=4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), resources=several)) == {""}
+    with forked.children_are_forked():
+        assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), resources=several)) == {""}
 
 
 def test_no_more_processes_than_memory_holds() -> None:
@@ -369,7 +373,7 @@ def test_leaving_with_status_0_is_a_return_and_another_is_not() -> None:
 
 def test_errors_that_look_like_a_lost_parent_are_reported() -> None:
     for kind in (EOFError, ConnectionResetError, BrokenPipeError, KeyboardInterrupt):
-        with pytest.raises(RankFailed, match=f"{kind.__name__}: from the user"):
+        with forked.children_are_forked(), pytest.raises(RankFailed, match=f"{kind.__name__}: from the user"):
             Local().launch(_raise, kind("from the user"))
 
 
@@ -444,9 +448,8 @@ def test_launch_and_chunks_work_in_any_thread() -> None:
 def test_no_process_and_no_open_file_is_left(tmp_path: Path) -> None:
     Local(processes=2).launch(os.getpid)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(3):
-        Local(processes=2).launch(os.getpid)
-        list(Local(processes=2).run_chunks(_visible_gpus, range(3)))
+    Local(processes=2).launch(os.getpid)
+    list(Local(processes=2).run_chunks(_visible_gpus, range(3)))
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 

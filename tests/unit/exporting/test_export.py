@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.atomic_io import check_manifest
 from torchlake.cli.main import main
 from torchlake.config.model_files.embedding import Embedding, read_embedding, write_layout
@@ -83,8 +84,13 @@ def pooled(encoder: Path, how: str, *, normalize: bool) -> np.ndarray:
     return torch.stack(vectors).numpy()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("how", ["mean", "cls", "max", "lasttoken"])
+@pytest.mark.parametrize(
+    ("how", "normalize"),
+    sweep(
+        [(how, normalize) for how in ("mean", "cls", "max", "lasttoken") for normalize in (False, True)],
+        quick=[("mean", True), ("cls", False), ("max", False), ("lasttoken", True)],
+    ),
+)
 def test_sentence_transformers_gives_the_encoders_embeddings(
     encoder: Path, tmp_path: Path, how: sentence_transformers.Pooling, normalize: bool
 ) -> None:

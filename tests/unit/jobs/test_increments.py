@@ -348,7 +348,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.S3Server]:
 
 
 @pytest.mark.filterwarnings("ignore:Delete operation did not match any records")  # of a source, by pyiceberg
-@pytest.mark.parametrize("examples", [5, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(400, marks=pytest.mark.slow)])
 def test_an_increment_is_a_full_run_or_refused(
     examples: int, tmp_path: Path, lake: Any, bucket: s3_server.S3Server
 ) -> None:

@@ -115,7 +115,7 @@ def test_encoder_decoders_are_measured_too(kind: Literal["bart", "t5"], tmp_path
 
 def test_a_choice_that_cannot_write_so_costs_speed_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = pa.table({"text": PROMPTS[:2]})
-    tl.optimize(model, table, runtimes=["ctranslate2"], max_new_tokens=3, engine=tiny.Here(), rows=2)
+    tl.optimize(model, table, runtimes=["eager"], max_new_tokens=3, engine=tiny.Here(), rows=2)
     choice = json.loads((model / "runtime.json").read_text())
     (model / "runtime.json").write_text(json.dumps({**choice, "runtime": "ctranslate2"}))
     tl.predict(model, table, max_new_tokens=3, temperature=1.0, engine=tiny.Here())

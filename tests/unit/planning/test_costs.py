@@ -133,7 +133,7 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: Compute
         pytest.param(LlamaConfig(**LLAMA), "causal", id="llama, an answer per token"),
     ],
 )
-@pytest.mark.parametrize(("rows", "length"), [(15, 17), (2, 127)])
+@pytest.mark.parametrize(("rows", "length"), [(15, 17), pytest.param(2, 127, marks=pytest.mark.slow)])
 def test_the_activations_are_those_that_autograd_keeps(
     config: Any, kind: str, rows: int, length: int, setting: ComputeSettings
 ) -> None:

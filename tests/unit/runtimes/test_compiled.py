@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +29,22 @@ IDS = np.random.default_rng(0).integers(5, 60, (4, 12))
 BATCH = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
 
 
-@pytest.mark.parametrize("runtime", [compiled, pytest.param(zentorch, marks=[runs_zentorch, pytest.mark.slow])])
-def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "generates"),
+    [
+        (compiled, False),
+        pytest.param(compiled, True, marks=pytest.mark.slow),
+        pytest.param(zentorch, True, marks=[runs_zentorch, pytest.mark.slow]),
+    ],
+)
+def test_one_compilation_serves_all_shapes(
+    runtime: ModuleType, generates: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tracing decides that; generating code takes ten seconds."""
     from torch._dynamo.utils import counters
 
+    if not generates:
+        monkeypatch.setattr(_compiler, "compile_outputs", partial(_compiler.compile_outputs, backend="eager"))
     torch._dynamo.reset()  # what other tests compiled
     counters.clear()
     spec = load_spec(tiny_model)

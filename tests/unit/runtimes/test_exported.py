@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +64,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def loaded(exported: Path) -> Callable[[str], Any]:
+    """The forward pass of a runtime, which is loaded once."""
+    return cache(lambda name: plugins.load("runtimes", name).load(exported, load_spec(exported), device="cpu"))
+
+
 def copy_of(folder: Path, there: Path, *, exports: bool = True) -> Path:
     return shutil.copytree(folder, there, ignore=None if exports else shutil.ignore_patterns("runtimes"))
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_rows_of_any_number_and_length(name: str, lengths: list[int], exported: Path) -> None:
-    spec = load_spec(exported)
-    logits = RUNTIMES[name].load(exported, spec, device="cpu")(**named(batch(lengths)))
-    expected = plugins.load("runtimes", "eager").load(exported, spec, device="cpu")(**named(batch(lengths)))
+def test_rows_of_any_number_and_length(name: str, lengths: list[int], loaded: Callable[[str], Any]) -> None:
+    logits = loaded(name)(**named(batch(lengths)))
+    expected = loaded("eager")(**named(batch(lengths)))
     np.testing.assert_allclose(logits, expected, atol=0.3 if RUNTIMES[name].CALIBRATED else 1e-5)
 
 
@@ -269,14 +276,22 @@ def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Pat
         np.testing.assert_allclose(in_parts(**named(rows)), eager(**named(rows)), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "short"),
+    [
+        pytest.param([5, 8, 14], True, marks=pytest.mark.slow),
+        ([4, 4, 4, 20], True),
+        ([4, 4, 4, 30], False),
+        pytest.param([30], False, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_is_laid_out_for_the_rows_of_the_calibration(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: list[int], short: bool
 ) -> None:
     folder, spec = copy_of(exported, tmp_path / "model", exports=False), load_spec(exported)
     monkeypatch.setattr(_openvino, "SHORT", dict.fromkeys(_openvino.SHORT, 15))
-    for lengths, short in [([5, 8, 14], True), ([4, 4, 4, 20], True), ([4, 4, 4, 30], False), ([30], False)]:
-        openvino_int8.prepare(folder, spec, [batch(lengths)])
-        assert (5 in ranks_of_products(folder / "runtimes" / "openvino_int8")) == short, lengths
+    openvino_int8.prepare(folder, spec, [batch(lengths)])
+    assert (5 in ranks_of_products(folder / "runtimes" / "openvino_int8")) == short
 
 
 def quantized_error(smooth: np.ndarray, seen: _calibration.ActivationStats, weight: np.ndarray) -> float:

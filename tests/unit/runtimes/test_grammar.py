@@ -140,7 +140,7 @@ def test_many_texts_fit_any_schema(tiny_llama: Path, schema: Any) -> None:
     check_schema(tiny_llama, schema, texts=60)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", sweep([0.0, 1.0], quick={1.0}))
 def test_rows_do_not_depend_on_others_and_are_continued_in_the_middle(tiny_llama: Path, temperature: float) -> None:
     """Also in the middle of what the grammar forces: the matcher follows the tokens that the journal kept."""
     structure = of(json_schema=FORM)
@@ -252,7 +252,7 @@ def test_the_probability_of_a_choice_is_that_of_all_its_tokens_and_an_end(
         assert row["prob_good"] == pytest.approx(first["prob_good"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("kind", sweep(["t5", "bart"], quick={"bart"}))
 def test_encoder_decoders(kind: Any, tmp_path: Path) -> None:
     folder = tiny.build_encoder_decoder(tmp_path / kind, kind=kind)
     if kind == "bart":  # as facebook's: the first token is forced, and not part of the text

@@ -126,7 +126,8 @@ def test_rows_have_their_own_options(tmp_path: Path) -> None:
     _, static, session = writers(tmp_path / "model", "llama")
     rows, sampled = prompts(), prompts(temperature=1.0, seed=1)
     mixed = [(rows, sampled)[one.row % 2][one.row] for one in rows]
-    expected = {row: (write(static, rows), write(static, sampled))[row % 2][row] for row in range(len(rows))}
+    alone = write(static, rows), write(static, sampled)
+    expected = {row: alone[row % 2][row] for row in range(len(rows))}
     assert write(session, mixed) == expected == write(static, mixed)
 
 
@@ -244,7 +245,7 @@ def test_what_rows_share_is_computed_once_and_places_are_filled(tmp_path: Path) 
     assert sum(computed) < 64 + 8 * (2 + 16)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", sweep(["llama", "qwen2"], quick={"llama"}))
 def test_a_long_beginning_is_in_the_cache_once(tmp_path: Path, name: str) -> None:
     """Whatever the number of rows; some have a part of it, or none. Then other rows begin in another way."""
     model, static, session = writers(tmp_path / "model", name)

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def written(model: Path, table: pa.Table = ROWS, **options: Any) -> list[tuple[A
 
 def texts(model: Path, prompts: list[str | None]) -> list[Any]:
     """Reasoning and answer to each text as it is, whether or not its marks are in the prompt."""
+    return _texts(model, tuple(prompts))
+
+
+@cache
+def _texts(model: Path, prompts: tuple[str | None, ...]) -> list[Any]:
     found = written(model, pa.table({"text": pa.array(prompts, pa.string())}))
     return [None if error else f"{reasoning or ''}{text}" for reasoning, text, error in found]
 

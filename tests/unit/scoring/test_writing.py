@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltalake import write_deltalake
 import misbehaving
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.data.batching import Ragged
 from torchlake.data.features import Features
 from torchlake.errors import StorageError
@@ -51,8 +53,9 @@ def written(model: Path, prompts: Path, output: Path, **options: Any) -> list[An
     return pq.read_table(output).to_pylist()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "pieces"), sweep(product(["gpt2", "t5"], [False, True]), quick={("gpt2", False), ("t5", True)})
+)
 def test_an_interrupted_job_goes_on_with_the_texts_that_it_has(
     tmp_path: Path, tiny_gpt2: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, kind: str, pieces: bool
 ) -> None:

@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@settings(max_examples=examples(60, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60, quick=15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(["parquet", "jsonl", "csv"]),
     chunk_rows=st.integers(1, 300),

@@ -84,14 +84,15 @@ def rendered(made: Any, chats: pa.Array, *, answered: bool = True) -> tuple[pa.A
 
 
 @pytest.mark.parametrize("name", sweep(HOSTILE, quick=["loops"]))
-def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
+def test_a_template_that_takes_too_much_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread, as workers tokenize: nothing of this process is touched, and the next template renders."""
+    monkeypatch.setattr(_rendering, "CPU_S", 1.0)
     template, limit = HOSTILE[name]
     with ThreadPoolExecutor(1) as pool:
         texts, errors = pool.submit(rendered, tokenizer(template), column(CHAT, None)).result()
         assert texts.to_pylist() == [None, None]
         assert errors.keys() == {0}
-        assert limit in errors[0]
+        assert limit.replace("2 s", "1 s") in errors[0]
         texts, errors = pool.submit(rendered, tokenizer("fine"), column(CHAT)).result()
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
@@ -231,7 +232,7 @@ def test_a_bad_conversation_costs_itself(tmp_path: Path, tiny_gpt2: Path) -> Non
     base = tmp_path / "model"
     made = AutoTokenizer.from_pretrained(tiny_gpt2)
     made.chat_template = (
-        "{% if 'evil' in messages[0].content %}" + HOSTILE["loops"][0] + "{% endif %}" + tiny.CHAT_TEMPLATE
+        "{% if 'evil' in messages[0].content %}" + HOSTILE["one product"][0] + "{% endif %}" + tiny.CHAT_TEMPLATE
     )
     tiny.build_language_model(base)
     made.save_pretrained(base)
@@ -242,7 +243,7 @@ def test_a_bad_conversation_costs_itself(tmp_path: Path, tiny_gpt2: Path) -> Non
         base, tmp_path / "chats.parquet", tmp_path / "out", chat=True, max_new_tokens=2, engine=Local(processes=1)
     )
     errors = [row["error"] for row in pq.read_table(tmp_path / "out").to_pylist()]
-    assert errors == [None, f"chat_limit: the template {TIME}", None]
+    assert errors == [None, f"chat_limit: the template took {MEMORY}", None]
 
 
 TOOL_USE, PLAIN = (

@@ -190,7 +190,7 @@ def test_at_128000_words_the_loss_takes_at_most_a_third_of_the_memory(dtype: tor
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("single", 1),
+        pytest.param("single", 1, marks=pytest.mark.slow),  # the one below with LoRA
         pytest.param("ddp", 2, marks=pytest.mark.slow),
         ("fsdp", 2),
         pytest.param("deepspeed", 2, marks=pytest.mark.slow),

@@ -29,10 +29,19 @@ PAIRS, TRIPLETS = task_cases.CASES["embeddings_of_pairs"], task_cases.CASES["emb
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of triplets after a few steps."""
+    return train(tmp_path_factory.mktemp("embedder"), steps=8)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of triplets, trained until it finds most texts."""
-    folder = tmp_path_factory.mktemp("embedder")
+    return train(tmp_path_factory.mktemp("learned"), steps=120)
+
+
+def train(folder: Path, *, steps: int) -> Path:
     sections = TRIPLETS.sections(
-        folder, tiny.build_embedder(folder / "base"), max_steps=120, epochs=12, batch_size=16, learning_rate=2e-3
+        folder, tiny.build_embedder(folder / "base"), max_steps=steps, epochs=12, batch_size=16, learning_rate=2e-3
     )
     runs.succeed(folder / "run", sections)
     return folder / "run" / "model"
@@ -111,20 +120,20 @@ def test_copies_share_a_place_and_equal_vectors_find_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_training_finds_more_than_the_base(trained: Path, tmp_path: Path) -> None:
+def test_training_finds_more_than_the_base(learned: Path, tmp_path: Path) -> None:
     table = TRIPLETS.table(96)
     columns = {"text": "query", "text_pair": "passage"}
-    before = tl.evaluate(trained.parents[1] / "base", table, **columns)
-    after = tl.evaluate(trained, table, text_pair="passage")
+    before = tl.evaluate(learned.parents[1] / "base", table, **columns)
+    after = tl.evaluate(learned, table, text_pair="passage")
     assert set(after.metrics) == {"recall_at_1", "recall_at_10", "mrr_at_10"}
     assert float(after.metrics["mrr_at_10"]) > float(before.metrics["mrr_at_10"]) + 0.1
     pq.write_table(table, tmp_path / "in.parquet")
-    stored = tl.evaluate(trained, tmp_path / "in.parquet", text_pair="passage")
+    stored = tl.evaluate(learned, tmp_path / "in.parquet", text_pair="passage")
     assert float(stored.metrics["mrr_at_10"]) == pytest.approx(float(after.metrics["mrr_at_10"]))
-    similar = tl.evaluate(trained, table, text="passage", text_pair="other", label="same")
+    similar = tl.evaluate(learned, table, text="passage", text_pair="other", label="same")
     assert set(similar.metrics) == {"spearman", "pearson"}
     with pytest.raises(UsageError, match="name the column of the second text"):
-        tl.evaluate(trained, table)
+        tl.evaluate(learned, table)
 
 
 def test_rows_without_a_text_or_a_similarity_are_left_out(trained: Path) -> None:

@@ -215,12 +215,12 @@ def minilm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-@pytest.mark.parametrize("batch_tokens", [None, 64])
-def test_minilm_as_it_is(minilm: Path, batch_tokens: int | None) -> None:
+def test_minilm_as_it_is(minilm: Path) -> None:
     """Vectors by hand; a row's vector is the same alone and beside others."""
     expected = np.stack([torch.nn.functional.normalize(states_of(minilm, text).mean(0), dim=0) for text in TEXTS])
-    together = vectors_of(minilm, TEXTS, batch_tokens=batch_tokens)
+    together = vectors_of(minilm, TEXTS)
     np.testing.assert_allclose(together, expected, atol=1e-5)
+    np.testing.assert_allclose(vectors_of(minilm, TEXTS, batch_tokens=64), expected, atol=1e-5)
     alone = np.concatenate([vectors_of(minilm, [text]) for text in TEXTS[:2]])
     np.testing.assert_allclose(together[:2], alone, atol=1e-5)
 
@@ -259,7 +259,7 @@ def test_exact_runtimes_give_the_vectors_of_eager(encoder: Path, runtime: str, p
     np.testing.assert_allclose(vectors_of(encoder, TEXTS, runtime=runtime), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("runtime", sweep([*EXACT[1:], *SHORTENED], quick={"varlen", "bf16", "int8"}))
+@pytest.mark.parametrize("runtime", sweep([*EXACT[1:], *SHORTENED], quick={"varlen", "int8"}))
 def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime: str) -> None:
     """Cosines to eager's vectors; an exact runtime's vectors are also the same alone, to 1e-5."""
     folder = shutil.copytree(minilm, tmp_path / "model")

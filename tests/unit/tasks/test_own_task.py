@@ -233,7 +233,7 @@ def stop_at_four(numbers: dict[str, Any]) -> bool:
 
 
 def test_a_callback_gets_the_numbers_of_each_step_and_may_stop_the_run(tmp_path: Path, tiny_bert: Path) -> None:
-    sections = runs.job(tmp_path, tiny_bert)
+    sections = runs.job(tmp_path, tiny_bert, epochs=1)
     called = tmp_path / "called.jsonl"
     stopped = runs.attempt(tmp_path / "run", sections, on_step=stop_at_four, ranks=2, CALLED=str(called))
     assert (stopped.exit_code, stopped.error.partition(":")[0]) == (143, "StopAsked")

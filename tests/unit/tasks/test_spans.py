@@ -254,7 +254,7 @@ def test_the_loss_of_one_window_is_that_of_transformers(tiny_bert: Path) -> None
 
 def test_answers_are_those_of_the_pipeline(tmp_path: Path) -> None:
     case = task_cases.CASES["question_answering"]
-    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=60, learning_rate=3e-3)
+    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=20, learning_rate=3e-3)
     sections["model"]["max_length"] = 128
     runs.succeed(tmp_path / "run", sections)
     table = case.table(8).slice(1, 4)

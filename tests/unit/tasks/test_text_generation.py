@@ -246,7 +246,7 @@ def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kin
     length = 110
     plain = families.build(tmp_path / "plain", kind, kind="writer", dropout=False)
     sections = job(tmp_path, marking(plain, tmp_path / "base"))
-    sections["train"] |= {"epochs": 1, "batch_size": 2, "micro_batch_tokens": 250}
+    sections["train"] |= {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 250}
     sections["model"]["max_length"] = length
     tables = {"train": tmp_path / "chats.parquet", "validation": tmp_path / "test.parquet"}
     pq.write_table(conversations(20), tables["train"])

@@ -76,7 +76,7 @@ def test_alone_an_adapter_gives_what_the_merged_model_gives_and_peft_loads_it(
         pytest.skip("its embeddings are tied, or it has none of these modules")
     base = {"bert": tiny_bert, "gpt2": tiny_gpt2, "llama": tiny_llama}[model]
     kind = "classifier" if model == "bert" else "writer"
-    sections = job(tmp_path, base, kind, OPTIONS[name])
+    sections = job(tmp_path, base, kind, OPTIONS[name], max_steps=2, checkpoint_every="epoch")
     runs.succeed(tmp_path / "merged", sections)
     sections["model"]["lora"] = {**OPTIONS[name], "merge": False}
     runs.succeed(tmp_path / "alone", sections)

@@ -28,7 +28,7 @@ def test_the_losses_are_those_of_fp32_and_of_autocast(
 ) -> None:
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
-    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy="single")
+    sections = runs.job(tmp_path, tiny_bert, rows=64, epochs=1, strategy="single")
     runs.succeed(tmp_path / "fp32", sections)
     runs.succeed(tmp_path / "autocast", sections, overrides=("train.precision=bf16",))
     if strategy != "single":
@@ -49,7 +49,7 @@ def test_the_losses_are_those_of_fp32_and_of_autocast(
 
 @pytest.mark.parametrize("strategy", sweep(["single", "fsdp"], quick=["single"]))
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
-    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy=strategy, precision="bf16_weights")
+    sections = runs.job(tmp_path, tiny_bert, rows=64, epochs=1, strategy=strategy, precision="bf16_weights")
     ranks = 1 if strategy == "single" else 2
     stopped = runs.attempt(
         tmp_path / "run", sections, ranks=ranks, failpoint="rank0.step:5:raise", overrides=("train.max_restarts=0",)

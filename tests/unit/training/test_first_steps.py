@@ -34,7 +34,7 @@ def try_on_cpus() -> None:
 @pytest.mark.parametrize(("strategy", "ranks"), sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("single", 1)]))
 def test_trying_the_largest_micro_batch_changes_no_bit(tmp_path: Path, strategy: str, ranks: int) -> None:
     base = tiny.build_encoder(tmp_path / "base", dropout=0.1)
-    sections = runs.job(tmp_path, base, epochs=1, strategy=strategy, micro_batch_tokens=80)
+    sections = runs.job(tmp_path, base, rows=64, epochs=1, strategy=strategy, micro_batch_tokens=80)
     runs.succeed(tmp_path / "plain", sections, ranks=ranks)
     runs.succeed(tmp_path / "tried", sections, ranks=ranks, stub=try_on_cpus)
     assert runs.losses(tmp_path / "tried") == runs.losses(tmp_path / "plain")
@@ -86,7 +86,7 @@ def test_memory_that_is_too_little_is_known_before_the_first_step(tmp_path: Path
     """Two ranks: with a failure in the middle they would begin some step a second time."""
     sections = runs.job(tmp_path, tiny_bert, epochs=1, batch_size=36, strategy="ddp", max_restarts=0)
     sections["train"]["checkpoint_every"] = "100steps"
-    runs.succeed(tmp_path / "roomy", sections, ranks=2)
+    runs.succeed(tmp_path / "roomy", sections)
     runs.succeed(tmp_path / "tight", sections, ranks=2, stub=little_memory_and_a_try)
     assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
     starts = sorted(int(line) for line in (tmp_path / "tight" / "starts").read_text().splitlines())

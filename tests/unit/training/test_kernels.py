@@ -74,7 +74,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_selective_backward_pass_repeats_no_matrix_product(wrapped: bool, tmp_path: Path) -> None:
     """Also if the layer has another class than when it was set up, as FSDP gives it one."""
     counts = {}
@@ -124,7 +124,7 @@ def test_a_compiled_run_has_the_losses_of_a_plain_one(
     assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "plain"), abs=2e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", [pytest.param("sdpa", marks=pytest.mark.slow), "eager"])
 def test_implementations_of_attention_agree_on_packed_rows(attention: str, tmp_path: Path, tiny_llama: Path) -> None:
     sections = runs.job(tmp_path, tiny_llama, rows=40, epochs=1)
     sections["model"] |= {"task": "text_generation", "max_length": 24}

@@ -34,6 +34,7 @@ def validations(run: Path, name: str) -> list[float]:
     return [line[f"validation_{name}"] for line in runs.metrics(run) if "validation_loss" in line]
 
 
+@pytest.mark.slow
 def test_the_least_of_a_loss_is_the_best(tmp_path: Path, tiny_bert: Path) -> None:
     metric = "log_loss"
     sections = runs.job(tmp_path, tiny_bert, rows=160, epochs=5, batch_size=16, learning_rate=3e-3, metric=metric)
@@ -56,11 +57,11 @@ def test_patience_counts_what_gets_no_better(tmp_path: Path, tiny_bert: Path) ->
 
 def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Path, tiny_bert: Path) -> None:
     """Every output is 1000 plus 100 times what a model that was trained on standardized targets says."""
-    texts = tiny.reviews(240)["text"].to_pylist()
-    score = np.array([sum(word in GOOD for word in text.split()) for text in texts]) + np.arange(240) % 5 / 100
+    texts = tiny.reviews(160)["text"].to_pylist()
+    score = np.array([sum(word in GOOD for word in text.split()) for text in texts]) + np.arange(160) % 5 / 100
     told = {}
     for name, labels in (("small", score), ("large", 1000 + 100 * score)):
-        sections = runs.job(tmp_path, tiny_bert, rows=240, epochs=4, batch_size=16, learning_rate=3e-3)
+        sections = runs.job(tmp_path, tiny_bert, rows=160, epochs=2, batch_size=16, learning_rate=6e-3)
         sections["data"]["train"] = str(stored(tmp_path, pa.array(labels), name=name))
         done = runs.succeed(tmp_path / f"run_{name}", sections)
         told[name] = done.metrics
@@ -186,6 +187,7 @@ def test_a_column_that_identifies_rows_is_refused(tmp_path: Path, tiny_bert: Pat
     assert ("data.problem to regression" in refused.error) == (kind == "integers")
 
 
+@pytest.mark.slow
 def test_weights_bring_a_rare_class_back(tmp_path: Path, tiny_bert: Path) -> None:
     table = tiny.reviews(1400)
     labels = np.array(table["label"].to_pylist())
@@ -208,9 +210,13 @@ def test_weighted_losses_are_the_same_on_any_number_of_ranks(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
 ) -> None:
     weighted: dict[str, Any] = {"class_weights": {"bad": 3.0}, "label_smoothing": 0.1, "micro_batch_tokens": 100}
-    runs.succeed(tmp_path / "one", runs.job(tmp_path, tiny_bert, **weighted))
+    weighted["epochs"] = 1
+    runs.succeed(tmp_path / "one", runs.job(tmp_path, tiny_bert, rows=64, **weighted))
     runs.succeed(tmp_path / "two", runs.job(tmp_path, tiny_bert, **weighted, strategy=strategy), ranks=ranks)
+    unweighted = {**weighted, "class_weights": None, "max_steps": 1}
+    runs.succeed(tmp_path / "unweighted", runs.job(tmp_path, tiny_bert, **unweighted))
     assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
+    assert abs(runs.losses(tmp_path / "unweighted")[0] - runs.losses(tmp_path / "one")[0]) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ if __name__ == "__main__":
 STALE = "raise RuntimeError('the stale copy ran')\n" * 40
 
 
-@pytest.mark.parametrize("here", ["stale", "absent", "same"])
+@pytest.mark.parametrize("here", ["stale", "absent", pytest.param("same", marks=pytest.mark.slow)])
 def test_every_rank_runs_what_the_driver_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str) -> None:
     """On a machine that has another file under the script's path, or none: in the ranks, and in what they spawn."""
     folder = tmp_path / "project"

@@ -29,7 +29,8 @@ RANKS = sweep(EVERY, quick=[("fsdp", 2)])
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
+@pytest.mark.slow  # test_bf16_weights.py has the losses of bf16
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_learn_like_thirty_two(
     tmp_path: Path, tiny_bert: Path, precision: str, strategy: str, ranks: int
 ) -> None:
@@ -62,8 +63,9 @@ def test_a_loss_scale_that_is_too_large_is_halved_on_all_ranks(
     assert all(finite[-5:])
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
-@pytest.mark.parametrize("which", [pytest.param(True, marks=SLOW), "selective"])
+@pytest.mark.slow  # the test below has the losses of one rank
+@pytest.mark.parametrize(("strategy", "ranks"), EVERY)
+@pytest.mark.parametrize("which", [True, "selective"])
 def test_activations_computed_again_change_nothing(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int, which: bool | str
 ) -> None:
@@ -192,13 +194,14 @@ def test_ddp_sends_gradients_in_sixteen_bits(tmp_path: Path, tiny_bert: Path) ->
 def test_lora_trains_little_and_exports_a_whole_model(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
 ) -> None:
-    sections = runs.job(tmp_path, tiny_bert, epochs=2, strategy="single")
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy="single")
     sections["model"]["lora"] = {"rank": 4}
     runs.succeed(tmp_path / "single", sections)
-    sections["train"]["strategy"] = strategy
-    runs.succeed(tmp_path / "run", sections, ranks=ranks)
-    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
-    run = tmp_path / "run"
+    run = tmp_path / strategy
+    if strategy != "single":
+        sections["train"]["strategy"] = strategy
+        runs.succeed(run, sections, ranks=ranks)
+        assert runs.losses(run) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
     merged = load_file(run / "model" / "model.safetensors")
     base = load_file(tiny_bert / "model.safetensors")
     plain = {name.removeprefix("bert."): tensor for name, tensor in merged.items()}
@@ -247,7 +250,8 @@ def test_layers_that_lora_does_not_find_are_told_with_those_there_are(tmp_path: 
 def test_lora_and_fp16_go_on_where_they_stopped(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int, stop_at: str
 ) -> None:
-    sections = runs.job(tmp_path, tiny_bert, strategy=strategy, precision="fp16", checkpoint_in_background=True)
+    options: dict[str, Any] = {"strategy": strategy, "precision": "fp16", "checkpoint_in_background": True}
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, **options)
     sections["model"]["lora"] = {"rank": 4}
     runs.succeed(tmp_path / "whole", sections, ranks=ranks)
     stopped = runs.attempt(tmp_path / "run", sections, ranks=ranks, failpoint=f"{stop_at}:kill9")

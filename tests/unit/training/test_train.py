@@ -225,6 +225,7 @@ def test_bf16_learns_about_the_same(tmp_path: Path, finished: tuple[Path, dict[s
     assert runs.losses(tmp_path / "run") != runs.losses(run)
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, rows=256, epochs=8, batch_size=16, learning_rate=3e-3)
     done = runs.succeed(tmp_path / "run", sections)

@@ -138,8 +138,8 @@ def test_a_space_builds_no_objects_and_has_to_be_there(tmp_path: Path) -> None:
 
 def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = tmp_path / "tuning"
-    done = tune(run, sections)
-    assert [one.state for one in done.trials] == ["complete"] * 3
+    done = tune(run, sections, trials=2)
+    assert [one.state for one in done.trials] == ["complete"] * 2
     assert done.metric == "macro_f1"
     assert done.best.value == max(one.value for one in done.trials)
     assert done.model == run / "trials" / f"{done.best.number:04d}" / "model"
@@ -153,11 +153,11 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
         assert one.steps == job.epochs * -(-72 // job.batch_size)
         assert (one.path / "metrics.jsonl").is_file()
         assert (one.path / "model").exists() == (one.path / "checkpoints").exists() == (one is done.best)
-    again = tune(run, sections)
+    again = tune(run, sections, trials=2)
     assert again == done, "nothing was left to do"
-    more = tune(run, sections, trials=4)
-    assert more.trials[:3] == done.trials
-    assert len(more.trials) == 4
+    more = tune(run, sections, trials=3)
+    assert more.trials[:2] == done.trials
+    assert len(more.trials) == 3
 
 
 @pytest.mark.slow
@@ -176,13 +176,13 @@ def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
 ) -> None:
     monkeypatch.setattr(study, "STARTUP_TRIALS", 1)
     monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.02)
-    sections["train"] |= {"metric": "loss", "epochs": 12, "checkpoint_every": "10min"}
+    sections["train"] |= {"metric": "loss", "epochs": 8, "checkpoint_every": "10min"}
     space = {"train.learning_rate": {"choices": [1e-3, 1e-12]}}
     good, bad = tune(tmp_path / "tuning", sections, space=space, trials=2, seed=3).trials
     assert [good.settings, bad.settings] == [{"train.learning_rate": 1e-3}, {"train.learning_rate": 1e-12}]
-    assert (good.state, good.steps) == ("complete", 108)
+    assert (good.state, good.steps) == ("complete", 72)
     assert bad.state == "pruned"
-    assert 9 <= bad.steps < 108
+    assert 9 <= bad.steps < 72
     assert (bad.path / "job.yaml").is_file()
     assert not (bad.path / "checkpoints").exists()
     assert (good.path / "checkpoints").exists()
@@ -269,7 +269,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> 
     """A tuning that nothing happened to, and its job."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     sections = runs.job(folder, tiny_bert)
-    assert tuning_runs.attempt(folder / "tuning", sections, SPACE, failpoint=None, trials=3, prune=False) == 0
+    assert tuning_runs.attempt(folder / "tuning", sections, SPACE, failpoint=None, trials=2, prune=False) == 0
     return folder / "tuning", sections
 
 
@@ -288,13 +288,13 @@ def test_a_killed_tuning_continues_where_it_was(
     """Before a trial's first step, in the middle of one, while it ends, at the very end."""
     whole, sections = uninterrupted
     run = tmp_path / "tuning"
-    options = {"trials": 3, "prune": False}
+    options = {"trials": 2, "prune": False}
     assert tuning_runs.attempt(run, sections, SPACE, failpoint=f"{site}:kill9", **options) == -signal.SIGKILL
     assert tuning_runs.attempt(run, sections, SPACE, failpoint=None, **options) == 0
     assert [(one.number, one.params, one.value) for one in stored(run)] == [
         (one.number, one.params, one.value) for one in stored(whole)
     ]
-    for number in range(3):
+    for number in range(2):
         runs.losses(run / "trials" / f"{number:04d}")  # each step is told once
     assert (run / "job.yaml").read_bytes() == (whole / "job.yaml").read_bytes()
     assert [path.parent.name for path in run.glob("trials/*/model")] == [
