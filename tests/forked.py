@@ -203,7 +203,7 @@ def _script(text: str, arguments: list[str]) -> None:
 
 @contextmanager
 def children_are_forked() -> Iterator[None]:
-    """Inside, the workers and ranks of the local engine are forks, also in the forks of this process."""
+    """Inside, workers and ranks of the local engine and renderers are forks, also in the forks of this process."""
     global _forking
     from torchlake.processes import children
     from torchlake.tasks import _rendering

@@ -218,7 +218,7 @@ def test_writers_that_commit_together_write_each_row_once(output: Output, source
     assert output.ids() == ALL
 
 
-@pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta"}), indirect=True)
+@renamed_or_logged
 def test_writers_of_different_rows_add_all_of_them(table: Output, source: Path, more: Path) -> None:
     several = {one: table.start(one, armed="test.planned:1:stop", mode="append") for one in (source, more)}
     assert all(writer.stopped() for writer in several.values())

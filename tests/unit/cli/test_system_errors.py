@@ -78,11 +78,12 @@ AS_FILE = {
 PLACES = {"table": AS_TABLE, "model": AS_MODEL, "output": AS_OUTPUT, "file": AS_FILE}
 
 
+EVERY = (*UNUSABLE, "folder")
 PATHS = [
     (place, command, path)
     for place, known in PLACES.items()
     for command in known
-    for path in (*UNUSABLE, "folder")
+    for path in EVERY
     if (place, path) != ("output", "folder")  # an empty folder is an output
 ]
 
@@ -91,7 +92,7 @@ QUICK = [
     one
     for number, command in enumerate((place, command) for place, known in PLACES.items() for command in known)
     for shift in (0, 3)
-    if (one := (*command, (*UNUSABLE, "folder")[(number + shift) % 8])) in PATHS
+    if (one := (*command, EVERY[(number + shift) % len(EVERY)])) in PATHS
 ]
 "Each command with one or two of the paths, and each path with several commands."
 

@@ -84,15 +84,14 @@ def rendered(made: Any, chats: pa.Array, *, answered: bool = True) -> tuple[pa.A
 
 
 @pytest.mark.parametrize("name", sweep(HOSTILE, quick=["loops"]))
-def test_a_template_that_takes_too_much_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
     """In a thread, as workers tokenize: nothing of this process is touched, and the next template renders."""
-    monkeypatch.setattr(_rendering, "CPU_S", 1.0)
     template, limit = HOSTILE[name]
     with ThreadPoolExecutor(1) as pool:
         texts, errors = pool.submit(rendered, tokenizer(template), column(CHAT, None)).result()
         assert texts.to_pylist() == [None, None]
         assert errors.keys() == {0}
-        assert limit.replace("2 s", "1 s") in errors[0]
+        assert limit in errors[0]
         texts, errors = pool.submit(rendered, tokenizer("fine"), column(CHAT)).result()
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
