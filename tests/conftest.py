@@ -103,10 +103,15 @@ def fast_pages() -> Iterator[None]:
 
 
 @pytest.fixture
-def page_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def hint_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of label hints is there."""
+    monkeypatch.setattr(hints, "find_spec", find_spec)
+
+
+@pytest.fixture
+def page_libraries(hint_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libraries of pictures and label hints are there."""
-    for module in (figures, hints):
-        monkeypatch.setattr(module, "find_spec", find_spec)
+    monkeypatch.setattr(figures, "find_spec", find_spec)
 
 
 def pytest_report_header() -> str:

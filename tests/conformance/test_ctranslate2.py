@@ -43,7 +43,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 "What the tiny configurations of `families` lack, as published models have it."
 ENCODER_DECODERS = ("bart", "mbart", "mt5", "pegasus", "t5", "umt5")
 FAMILIES = list(_ctranslate2_export.loaders())
-QUICK = {"gpt2", "qwen2", "t5"}
+QUICK = {"gpt2", "t5"}
 "The tests below compare those of llama."
 
 

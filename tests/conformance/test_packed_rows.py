@@ -103,7 +103,10 @@ def test_concatenated_rows_have_the_outputs_of_each_row(kind: str, task: str, tm
 @pytest.mark.parametrize(
     "options",
     [
-        {"position_buckets": 8, "max_relative_positions": 24, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+        pytest.param(
+            {"position_buckets": 8, "max_relative_positions": 24, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+            marks=pytest.mark.slow,
+        ),
         {"position_buckets": -1, "max_relative_positions": 20},
         {"relative_attention": False, "position_biased_input": True},
     ],

@@ -24,6 +24,7 @@ import misbehaving
 import scoring_runs
 import tiny
 from pids import wait_for
+from sweeps import sweep
 from torchlake.errors import TorchlakeError
 from torchlake.outputs.staging import folders as staging
 
@@ -101,7 +102,11 @@ def assert_whole(job: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "kept"), [("part.done:2", 2), ("commit.before_publish:1", CHUNKS), ("commit.after_publish:1", CHUNKS)]
+    ("site", "kept"),
+    sweep(
+        [("part.done:2", 2), ("commit.before_publish:1", CHUNKS), ("commit.after_publish:1", CHUNKS)],
+        quick=[("commit.before_publish:1", CHUNKS)],
+    ),
 )
 def test_what_was_written_before_a_kill_is_not_scored_again(job: dict[str, Any], site: str, kept: int) -> None:
     """Case 5: killed after the bytes are safe and before anybody was told. The resume scores the rest only."""
@@ -134,7 +139,7 @@ def let_the_lease_run_out(job: dict[str, Any]) -> None:
     os.utime(lease, (0, 0))
 
 
-@pytest.mark.parametrize("done", [1, CHUNKS])
+@pytest.mark.parametrize("done", sweep([1, CHUNKS], quick={CHUNKS}))
 def test_a_writer_that_slept_past_its_lease_publishes_nothing(
     job: dict[str, Any], writers: list[Writer], done: int
 ) -> None:

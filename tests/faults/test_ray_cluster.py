@@ -311,6 +311,7 @@ def _first_waits_for_second(folder: Path) -> Callable[[Iterator[int]], Iterator[
     return worker
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_an_actor_killed_with_its_chunk_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "1.pid").touch()  # only chunk 0 waits

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.engines.local import Local
 
@@ -58,7 +59,7 @@ def test_one_rank_listens_on_nothing() -> None:
     assert Local().launch(_listening_in_a_group) == [[]]
 
 
-@pytest.mark.parametrize("name", plugins.names("engines"))
+@pytest.mark.parametrize("name", sweep(plugins.names("engines"), quick={"local", "ray"}))
 def test_a_chunk_job_listens_on_nothing(name: str, request: pytest.FixtureRequest) -> None:
     """Neither its workers nor the driver, besides what the engine itself had before."""
     if name != "local":

@@ -119,6 +119,7 @@ def test_a_kill_while_something_is_written(
 BESIDE = ("train.checkpoint_in_background=true",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hit",
     sweep(

@@ -65,3 +65,17 @@ def test_a_step_is_one_line_and_a_failure_is_shown_whole(capsys: pytest.CaptureF
     with pytest.raises(SystemExit, match=r"no such wheel(?s:.*)ended with status 3"):
         install.run("Installing it", [sys.executable, "-c", "print('no such wheel'); raise SystemExit(3)"])
     assert capsys.readouterr().out == "Installing it ... failed\n"
+
+
+def test_uv_is_fetched_unless_pip_is_configured_for_what_uv_reads_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $* > $0.asked\ntest -z $FAILS\n")
+    python.chmod(0o755)
+    assert install.fetch_uv(python, {"proxy": "http://127.0.0.1:1"}) is None
+    assert not Path(f"{python}.asked").exists()
+    assert install.fetch_uv(python, {"find-links": "/wheels"}) == str(tmp_path / "uv")
+    assert Path(f"{python}.asked").read_text() == "-m pip install --quiet -c constraints.txt uv\n"
+    monkeypatch.setenv("FAILS", "1")
+    assert install.fetch_uv(python, {}) is None

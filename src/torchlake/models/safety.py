@@ -9,14 +9,17 @@ before parsing it, and refuses all that could run code or refer to something out
                     name in a configuration that leads out of it
     sizes           JSON: bytes and depth; safetensors: the length in the header
 
-Cost: one read of the JSON files, well under a second for the largest tokenizer.json; weights are not read.
+Cost: one read of the JSON files, well under a second for the largest tokenizer.json; weights are not read. A process
+remembers the JSON files that it has read, and reads one again when its times, size or inode have changed.
 """
 
 import json
 import os
 import re
 import struct
+import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,11 @@ MODELS_WITH_KERNELS = frozenset({"mra", "rwkv", "sam3_video", "yoso"})
 NAMES_FILE = re.compile(r"(?:_files?|_spm|(?<!name_or)_path|^vocab|^merges|^transformers_weights)$")
 NOT_OPENED = "special_tokens_map_file"
 "Older versions of transformers wrote this path of another machine into tokenizer_config.json; no version opens it."
+BRACKETS = np.zeros(256, dtype=np.int8)
+"By byte: how much deeper a JSON file is behind it."
+BRACKETS[list(b"[{")], BRACKETS[list(b"]}")] = 1, -1
+SETTLED_S = 2.0
+"A file that was written longer ago cannot change once more and keep its times."
 
 
 def _is_raw(folder: Path, file: Path) -> bool:
@@ -145,8 +153,7 @@ def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
             symbols = np.frombuffer(re.sub(rb"\\.", b"", block, flags=re.DOTALL), dtype=np.uint8)
             quotes = symbols == ord('"')
             inside = (np.cumsum(quotes) + in_string) & 1
-            steps = np.isin(symbols, (ord("["), ord("{"))).astype(np.int8)
-            steps -= np.isin(symbols, (ord("]"), ord("}")))
+            steps = BRACKETS[symbols]
             steps[inside == 1] = 0
             levels = depth + np.cumsum(steps, dtype=np.int64)
             if len(levels):
@@ -191,10 +198,20 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _check_json(file: Path) -> Any:
     """Return the value of a small JSON file after checking its keys; None for a vocabulary (only checked for size)."""
-    size = file.stat().st_size
+    found = file.stat()
+    size = found.st_size
     limit = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_CONFIG_BYTES
     if size > limit:
         raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes; the limit is {limit:,}")
+    settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+    read = _checked_json if settled else _checked_json.__wrapped__
+    # A job checks its folder some twenty times: each function that reads it does.
+    return read(file, (found.st_dev, found.st_ino, size, found.st_mtime_ns, found.st_ctime_ns))
+
+
+@lru_cache(maxsize=16)
+def _checked_json(file: Path, identity: tuple[int, ...]) -> Any:
+    """Do the part of `_check_json` that reads the file; `identity` is what changes with its content."""
     # Before parsing: Python's parser recurses once per level, and others overflow the C stack, which kills the process.
     depth = json_depth(file)
     if depth > MAX_DEPTH:

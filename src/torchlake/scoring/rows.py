@@ -6,6 +6,7 @@ become errors of that row only, and never reach the model (null texts: `tasks/_n
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class ScoringSettings:
     workspace: Workspace | None = None
     "Where a chunk job writes; None for frames."
 
-    @property
+    @cached_property  # it loads a tokenizer
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
         trained = load_spec(Path(self.model), self.task)

@@ -98,6 +98,7 @@ def test_the_first_stage_takes_conversations_as_predict_does(tiny_gpt2: Path) ->
     assert [list(tokens[row]) for row in range(2)] == asked
 
 
+@pytest.mark.slow
 def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert)
     sections["data"] = {"train": ray_library.data.from_arrow(tiny.reviews(48)), "validation": None}

@@ -17,7 +17,6 @@ import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
-from sweeps import sweep
 from torchlake.engines._spark_session import Session
 from torchlake.engines.spark import Spark
 from torchlake.errors import TableError, UsageError
@@ -141,9 +140,8 @@ def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSessio
     assert spark.read.parquet(str(sink)).count() == spark.read.parquet(str(tmp_path / "direct")).count() == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), sweep([("delta", {"format": "delta"}), ("folder", {})], quick=[("folder", {})])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [("delta", {"format": "delta"}), ("folder", {})])
 def test_each_batch_of_a_stream_is_written_once_also_if_it_is_repeated(
     tiny_model: Path, tmp_path: Path, spark: SparkSession, name: str, options: dict[str, Any]
 ) -> None:
@@ -221,6 +219,7 @@ def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
         tl.Spark(spark, conf={"spark.ui.enabled": "false"})
 
 
+@pytest.mark.slow
 def test_what_processes_print_comes_to_the_driver(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
     assert tl.Spark(spark, processes=2).launch(engine_work.print_bytes) == "0"
     seen = capsys.readouterr()

@@ -173,7 +173,7 @@ def test_far_residuals_are_labels_to_look_at(tmp_path: Path) -> None:
     assert numbers(tmp_path / "exact", np.zeros(50)) == {}
 
 
-@pytest.mark.usefixtures("page_libraries")
+@pytest.mark.usefixtures("hint_library")
 def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path: Path) -> None:
     from cleanlab.multilabel_classification.filter import find_label_issues
 

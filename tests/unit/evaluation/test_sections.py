@@ -108,7 +108,7 @@ def test_planted_errors_are_on_top_of_their_lists(tmp_path: Path) -> None:
     assert found["classes"][0]["label"] in ("bee", "cat")
 
 
-@pytest.mark.usefixtures("page_libraries")
+@pytest.mark.usefixtures("hint_library")
 def test_label_hints_are_those_of_cleanlab(tmp_path: Path) -> None:
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores

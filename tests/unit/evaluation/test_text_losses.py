@@ -104,7 +104,11 @@ class Smoothed(TextGeneration):
         return torch.nn.functional.cross_entropy(*flat, ignore_index=-100, reduction="sum", label_smoothing=0.5)
 
 
-@pytest.mark.parametrize("columns", [{"text": "text"}, {"text": "kind", "completion": "text"}], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    "columns",
+    [pytest.param({"text": "text"}, marks=pytest.mark.slow), {"text": "kind", "completion": "text"}],
+    ids=["stream", "whole"],
+)
 def test_a_task_with_a_loss_of_its_own_has_the_loss_of_validation(
     tiny_gpt2: Path, table: pa.Table, columns: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from pyiceberg.utils.config import Config
 import s3_server
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import OutputError, TorchlakeError
 from torchlake.outputs.find import output_of
 from torchlake.outputs.records import commits_of
@@ -381,7 +382,7 @@ def test_an_increment_is_a_full_run_or_refused(
     check()
 
 
-@pytest.mark.parametrize("sink", ["delta", "iceberg"])
+@pytest.mark.parametrize("sink", sweep(["delta", "iceberg"], quick={"delta"}))
 def test_a_key_that_the_output_has_is_not_added_again(sink: str, tmp_path: Path, lake: Any) -> None:
     """A full run over the source is refused for its key; of two sources, neither takes the other's rows for its own."""
     case = Case(tmp_path, lake, None, "delta", sink, "")
@@ -436,7 +437,7 @@ def test_files_of_the_output_that_are_gone_are_written_again(tmp_path: Path, lak
     assert len(case.rows("out")) == 6
 
 
-@pytest.mark.parametrize("sink", ["delta", "iceberg"])
+@pytest.mark.parametrize("sink", sweep(["delta", "iceberg"], quick={"delta"}))
 def test_replaced_rows_stay_gone_without_the_history(
     sink: str, tmp_path: Path, lake: Any, bucket: s3_server.S3Server
 ) -> None:

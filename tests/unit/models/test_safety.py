@@ -386,3 +386,27 @@ def test_depth_ignores_strings_wherever_a_block_ends(tmp_path: Path, text: str, 
     file.write_text(text)
     for block_bytes in range(1, len(text) + 2):
         assert safety.json_depth(file, block_bytes=block_bytes) == depth
+
+
+def test_a_file_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safety, "SETTLED_S", -1.0)
+    read: list[str] = []
+    depth = safety.json_depth
+    monkeypatch.setattr(safety, "json_depth", lambda file: read.append(file.name) or depth(file))
+    for _ in range(3):
+        safety.check_folder(folder)
+    assert sorted(read) == sorted(path.name for path in folder.glob("*.json"))
+    file, before = folder / "config.json", (folder / "config.json").stat()
+    file.write_text(file.read_text().replace('"model_type"', '"_target_"  ', 1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as long and as old as before
+    assert file.stat().st_size == before.st_size
+    with pytest.raises(UnsafeError, match="_target_"):
+        safety.check_folder(folder)
+
+
+def test_a_file_that_was_just_written_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safety, "SETTLED_S", 3600.0)
+    safety.check_folder(folder)
+    (folder / "config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(UnsafeError, match="auto_map"):
+        safety.check_folder(folder)

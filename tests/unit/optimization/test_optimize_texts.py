@@ -113,6 +113,7 @@ def test_encoder_decoders_are_measured_too(kind: Literal["bart", "t5"], tmp_path
     assert found.nats is None or abs(found.nats) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_choice_that_cannot_write_so_costs_speed_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = pa.table({"text": PROMPTS[:2]})
     tl.optimize(model, table, runtimes=["eager"], max_new_tokens=3, engine=tiny.Here(), rows=2)

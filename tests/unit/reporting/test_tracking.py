@@ -131,6 +131,7 @@ def test_an_empty_file_of_a_killed_run_is_removed(tmp_path: Path, sections: dict
 
 
 # MLflow 3.17 asks SQLAlchemy 2.1 for a way of loading that this one will drop.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 def test_a_finished_run_is_logged_to_a_database(tmp_path: Path, sections: dict[str, Any]) -> None:
     untracked = {name: section for name, section in sections.items() if name != "track"}

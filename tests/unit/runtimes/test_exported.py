@@ -19,6 +19,7 @@ import pytest
 
 import tiny
 from cpus import needs_int8
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
@@ -82,7 +83,10 @@ def test_rows_of_any_number_and_length(name: str, lengths: list[int], loaded: Ca
     np.testing.assert_allclose(logits, expected, atol=0.3 if RUNTIMES[name].CALIBRATED else 1e-5)
 
 
-@pytest.mark.parametrize(("problem", "labels"), [("regression", ()), ("multi_label", ("a", "b", "c"))])
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [pytest.param("regression", (), marks=pytest.mark.slow), ("multi_label", ("a", "b", "c"))],
+)
 def test_other_problems(problem: str, labels: tuple[str, ...], tmp_path: Path, tiny_roberta: Path) -> None:
     spec = tiny.spec_for(problem, labels)
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta, spec=spec)
@@ -253,7 +257,7 @@ def ranks_of_products(folder: Path) -> set[int]:
     return {node.get_output_partial_shape(0).rank.get_length() for node in products}
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("activation", sweep(["gelu", "gelu_new"], quick={"gelu"}))
 def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Path, tiny_bert: Path) -> None:
     encoder = copy_of(tiny_bert, tmp_path / "encoder")
     config = json.loads((encoder / "config.json").read_text())

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import FingerprintError, StorageError, UsageError
 from torchlake.jobs.worker import writing
 from torchlake.models.generation import GenerationOptions
@@ -39,8 +40,8 @@ def answers(model: Path, table: pa.Table | None = None, **options: Any) -> list[
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.5},
-        {"min_new_tokens": 6},
+        pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.slow),
+        pytest.param({"min_new_tokens": 6}, marks=pytest.mark.slow),
         {"num_beams": 3, "repetition_penalty": 1.3, "min_new_tokens": 2},
     ],
 )
@@ -94,7 +95,7 @@ def test_several_answers_do_not_depend_on_neighbors(tiny_gpt2: Path) -> None:
     assert backwards == several[:0:-1]
 
 
-@pytest.mark.parametrize("key", ["id", None])
+@pytest.mark.parametrize("key", sweep(["id", None], quick=[None]))
 def test_each_answer_may_have_a_row(tiny_gpt2: Path, tmp_path: Path, key: str | None) -> None:
     pq.write_table(pa.table({"id": range(5), "text": [*TEXTS, None]}), tmp_path / "rows.parquet")
     options: dict[str, Any] = {"key": key, "n": 3, "explode": True, "chunk_rows": 2, "max_new_tokens": 6, **DRAWN}

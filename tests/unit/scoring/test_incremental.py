@@ -101,7 +101,7 @@ def test_new_files_of_a_folder_are_added_and_changed_ones_refused(tiny_model: Pa
     "site",
     sweep(
         ["plan.done", "part.done", "commit.ready", "commit.before_publish", "commit.publish", "commit.cleanup"],
-        quick=["part.done", "commit.publish"],
+        quick=["commit.publish"],
     ),
 )
 def test_a_killed_call_is_continued_after_the_table_has_moved_on(tiny_model: Path, tmp_path: Path, site: str) -> None:

@@ -28,9 +28,7 @@ EVERY = [("classifier", name) for name in families.classifiers() if name not in 
     ("writer", name) for name in families.writers()
 ]
 # Tied and untied heads, several embeddings with one weight, weights that are used outside their module.
-QUICK = [("classifier", name) for name in ("albert", "bart", "xlnet")] + [
-    ("writer", name) for name in ("gpt2", "llama", "mpt")
-]
+QUICK = [("classifier", "albert"), ("classifier", "bart"), ("writer", "gpt2")]
 
 
 @pytest.fixture

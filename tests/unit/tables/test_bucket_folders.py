@@ -68,7 +68,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", sweep(LAYOUTS, quick=["hadoop", "unfinished", "folder like a file", "empty names"]))
+@pytest.mark.parametrize("layout", sweep(LAYOUTS, quick=["hadoop", "unfinished"]))
 def test_rows_are_those_of_the_table_files(layout: str, s3: S3Server) -> None:
     place = f"in/{layout}"
     put(s3, {f"{place}{key}": content for key, content in LAYOUTS[layout].items()})
@@ -134,7 +134,7 @@ MARKERS = {
 }
 
 
-@pytest.mark.parametrize("layout", MARKERS)
+@pytest.mark.parametrize("layout", sweep(MARKERS, quick={"console", "record"}))
 def test_a_folder_with_nothing_but_markers_takes_an_output(layout: str, s3: S3Server, tmp_path: Path) -> None:
     put(s3, {f"out-{layout}{key}": content for key, content in MARKERS[layout].items()})
     url = f"s3://{BUCKET}/out-{layout}{'.v2' if 'dot' in layout else ''}"

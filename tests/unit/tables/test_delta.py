@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import deltalake
-import duckdb
-import duckdb_extension_delta
 import pyarrow as pa
 import pytest
 
+import duck
 from delta_vectors import delete_by_vector
 from folder_writes import write_transaction
 from torchlake.errors import TableError, Unavailable
@@ -109,10 +108,7 @@ def test_duckdb_reads_the_same_rows(tmp_path: Path) -> None:
     deltalake.write_deltalake(table, rows, partition_by=["p"], configuration=WITH_VECTORS)
     for place, path in enumerate(paths(table)):
         delete_by_vector(table, path, [*range(place, 1000, 7 + place)], inline=place == 1)
-    (library,) = Path(duckdb_extension_delta.__file__).parent.rglob("delta.duckdb_extension")
-    with duckdb.connect(config={"allow_unsigned_extensions": True}) as connection:
-        connection.execute(f"LOAD '{library}'")
-        expected = connection.sql(f"SELECT x, p FROM delta_scan('{table}') ORDER BY x").fetchall()
+    expected = duck.shared("delta").sql(f"SELECT x, p FROM delta_scan('{table}') ORDER BY x").fetchall()
     found = read(table, chunk_rows=100)[0].sort_by("x")
     assert list(zip(found["x"].to_pylist(), found["p"].to_pylist(), strict=True)) == expected
     assert len(expected) < 3000

@@ -6,9 +6,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import duckdb
-import duckdb_extension_avro
-import duckdb_extension_iceberg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyiceberg.catalog
@@ -18,6 +15,7 @@ from pyiceberg.transforms import BucketTransform, IdentityTransform
 from pyiceberg.types import DoubleType, LongType, StringType
 from pyiceberg.utils.config import Config
 
+import duck
 from folder_writes import write_transaction
 from iceberg_deletes import delete_rows
 from torchlake.errors import TableError, Unavailable
@@ -176,9 +174,7 @@ def test_types_are_carried_through(catalog: SqlCatalog, values: pa.Array) -> Non
 
 def other_readers(table: Any) -> list[list[str]]:
     """The rows by pyiceberg and by DuckDB."""
-    connection = duckdb.connect(config={"autoinstall_known_extensions": "false"})
-    for module in (duckdb_extension_avro, duckdb_extension_iceberg):
-        connection.execute(f"LOAD '{next(Path(module.__file__).parent.rglob('*.duckdb_extension'))}'")
+    connection = duck.shared("avro", "iceberg")
     read_by_duckdb = connection.execute(f"SELECT * FROM iceberg_scan('{table.metadata_location}')").to_arrow_table()
     return [rows(table.scan().to_arrow()), rows(read_by_duckdb)]
 

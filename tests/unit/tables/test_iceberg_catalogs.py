@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import duckdb_extension_avro
-import duckdb_extension_httpfs
-import duckdb_extension_iceberg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyiceberg.catalog
@@ -20,10 +17,12 @@ from pyiceberg.typedef import IcebergBaseModel
 from pyiceberg.types import DecimalType, LongType, NestedField, StringType
 from pyiceberg.utils.config import Config
 
+import duck
 import iceberg_deletes
 import iceberg_rest
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import OutputError, TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -53,9 +52,7 @@ def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqlCatalog
 
 def duckdb_on(address: str) -> duckdb.DuckDBPyConnection:
     """DuckDB with the REST catalog attached as `lake`."""
-    connection = duckdb.connect(config={"autoinstall_known_extensions": "false"})
-    for module in (duckdb_extension_httpfs, duckdb_extension_avro, duckdb_extension_iceberg):
-        connection.execute(f"LOAD '{next(Path(module.__file__).parent.rglob('*.duckdb_extension'))}'")
+    connection = duck.connect("httpfs", "avro", "iceberg")
     connection.execute(f"ATTACH '' AS lake (TYPE ICEBERG, ENDPOINT '{address}', TOKEN '{TOKEN}')")
     return connection
 
@@ -69,7 +66,7 @@ def read(source: Any, *columns: str, **selection: Any) -> pa.Table:
     return pa.concat_tables(pieces) if pieces else plan.schema.empty_table()
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", sweep([2, 3], quick={3}))
 def test_what_duckdb_writes_and_deletes_is_read_alike(
     lake: SqlCatalog, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
@@ -117,7 +114,7 @@ def write_batch(batch: int) -> tl.Scored:
     )
 
 
-@pytest.mark.parametrize("first", [10, 8], ids=["whole files", "half a file"])
+@pytest.mark.parametrize("first", sweep([10, 8], quick={8}), ids=["whole files", "half a file"])
 def test_rows_of_an_output_that_duckdb_deleted_are_written_again(lake: SqlCatalog, first: int) -> None:
     """DuckDB marks deleted rows, and leaves their files."""
     made_for_deletes(lake)

@@ -88,7 +88,7 @@ def test_csv_of_any_dialect_gives_back_what_was_written(
 
 @pytest.mark.parametrize(
     ("members", "compression"),
-    sweep(product([1, 3], COMPRESS), quick={(1, next(iter(COMPRESS))), *product([3], COMPRESS)}),
+    sweep(product([1, 3], COMPRESS), quick={(3, next(iter(COMPRESS)))}),
 )
 def test_compressed_json_lines_are_read_in_chunks(tmp_path: Path, compression: str, members: int) -> None:
     lines = [json.dumps({"id": number, "text": "é" * (number % 50)}) + "\n" for number in range(9_000)]

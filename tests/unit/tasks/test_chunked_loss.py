@@ -209,6 +209,7 @@ def test_a_run_has_the_losses_of_the_plain_path(strategy: str, ranks: int, tmp_p
     assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_with_lora_the_frozen_head_has_no_gradient(tmp_path: Path, tiny_llama: Path) -> None:
     pytest.importorskip("peft")
     sections = job(tmp_path, tiny_llama, lora=True, learning_rate=1e-2)

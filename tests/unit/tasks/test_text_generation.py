@@ -135,6 +135,7 @@ def test_the_model_folder_is_one_of_transformers_and_of_torchlake(trained: Path,
     assert written["error"].to_pylist() == [None]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one_with_lora_too(tmp_path: Path, tiny_gpt2: Path) -> None:
     """The whole model: tests/conformance/test_strategies.py, under every strategy."""
     sections = job(tmp_path, tiny_gpt2, rows=40, epochs=1, batch_size=5, micro_batch_tokens=50, lora=True)
@@ -158,6 +159,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bytes(tmp_
     assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_lora_leaves_the_words_alone_and_merges_the_rest(tmp_path: Path, tiny_gpt2: Path, tiny_llama: Path) -> None:
     for base in (tiny_gpt2, tiny_llama):
         folder = tmp_path / base.name

@@ -61,7 +61,6 @@ def logits(model: Any, size: int = 100) -> torch.Tensor:
 
 CASES = [
     ("gpt2", "default", False),
-    ("llama", "pissa", False),
     *[(model, name, True) for model in ("gpt2", "llama", "bert") for name in OPTIONS],
 ]
 

@@ -47,6 +47,7 @@ def test_the_losses_are_those_of_fp32_and_of_autocast(
     assert len(rounded) < len(weights) / 2, "checkpoints store the fp32 weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sweep(["single", "fsdp"], quick=["single"]))
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
     sections = runs.job(tmp_path, tiny_bert, rows=64, epochs=1, strategy=strategy, precision="bf16_weights")
@@ -61,6 +62,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, tiny_bert: Pa
     assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_activations_that_are_computed_again_use_the_same_weights(tmp_path: Path, tiny_llama: Path) -> None:
     sections = runs.job(tmp_path, tiny_llama, rows=40, epochs=1, precision="bf16_weights")
     sections["model"] |= {"task": "text_generation", "max_length": 32}

@@ -31,6 +31,7 @@ def try_on_cpus() -> None:
     loop.TRIED_ON.add("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("single", 1)]))
 def test_trying_the_largest_micro_batch_changes_no_bit(tmp_path: Path, strategy: str, ranks: int) -> None:
     base = tiny.build_encoder(tmp_path / "base", dropout=0.1)

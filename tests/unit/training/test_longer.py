@@ -71,6 +71,7 @@ def test_a_finished_run_keeps_what_a_longer_one_needs(tmp_path: Path, tiny_bert:
     assert len(runs.checkpoints(tmp_path / "whole")) == 2
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_run_and_fewer_are_another_job(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=2, max_steps=5)
     runs.succeed(tmp_path / "run", sections)

@@ -171,6 +171,7 @@ def test_less_is_more_for_a_loss(tmp_path: Path, sections: dict[str, Any]) -> No
     assert done.best.settings == {"train.learning_rate": 1e-3}
 
 
+@pytest.mark.slow
 def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
     tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
