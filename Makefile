@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+COMPILED := $(VENV)/compiled
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 DEMO := demo
 CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test_runtime_choice.py \
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-avx2 check docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
+.PHONY: demo test test-avx2 compiled check docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
 	bench-scoring bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
@@ -30,13 +31,13 @@ demo: $(DEMO_STAMP)
 	  exit; fi); \
 	$(BIN)/torchlake demo --folder $(DEMO)
 
-test: $(STAMP)
+test: $(COMPILED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
 
 # The tests that depend on the CPU, limited to AVX2 on any machine. tests/conftest.py limits torch, MKL, oneDNN and
 # OpenVINO, too; ONNX Runtime has no such limit.
-test-avx2: $(STAMP)
+test-avx2: $(COMPILED)
 	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(CPU_TESTS)
 
 check: $(STAMP)
@@ -123,6 +124,13 @@ format: $(STAMP)
 
 clean:
 	rm -rf $(VENV) .bench site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
+
+compiled: $(COMPILED)
+
+# Some packages hold templates that are not Python: they fail here, and nothing imports them.
+$(COMPILED): $(STAMP)
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) tools/install.py test

@@ -45,7 +45,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default, 200 ms an example, fails on a machine that does other work too.
 # `make test` draws the same examples in every run, `make faults` others each time.
 hypothesis.settings.register_profile(
-    "torchlake", deadline=None, derandomize=not sweeps.RANDOM, max_examples=sweeps.examples(100, quick=40)
+    "torchlake", deadline=None, derandomize=not sweeps.RANDOM, max_examples=sweeps.examples(100, quick=20)
 )
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}

@@ -6,7 +6,8 @@ pip takes three minutes for what the tests need, uv one: where there is no uv, p
     python3 tools/install.py test       these, and everything that the tests need: about 290 packages, 4.5 GB
 
 It prints one line per step; what the installer prints is shown if it fails. The versions are those of constraints.txt.
-Python compiles modules when they are first imported, not here: the demo imports a fifth of them.
+Python compiles modules when they are first imported, not here: the demo imports a fifth of them. `make test` compiles
+all at once with every core: its processes would each compile what they import.
 """
 
 import os
@@ -67,7 +68,7 @@ def main(purpose: str) -> int:
 
 
 def fetch_uv(python: Path, options: Mapping[str, str]) -> str | None:
-    """Install uv with pip, and return its path; None where it cannot be had, or would not do what pip is told to."""
+    """Install uv with pip, and return its path; None where it cannot be had, or does not follow pip's configuration."""
     if options.keys() & ONLY_PIP:
         return None
     command = [str(python), "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "uv"]

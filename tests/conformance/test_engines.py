@@ -26,8 +26,21 @@ from torchlake.tables.table import open_table
 
 LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
 "The engines' own launchers of groups; what one cannot do is said in `UNSUPPORTED` of its module."
-LOCAL_ONLY = {"test_much_is_spread_over_processes_and_comes_back_in_order"}
-"Quick on the local engine alone: the others spread work as chunks, which other tests run on them."
+LOCAL_ONLY = {
+    "test_an_error_of_ours_in_a_rank_comes_back_as_itself",
+    "test_an_error_of_ours_in_a_worker_comes_back_as_itself",
+    "test_a_worker_is_made_once_per_process",
+    "test_chunks_and_results_may_be_any_picklable_value",
+    "test_much_is_spread_over_processes_and_comes_back_in_order",
+    "test_of_a_range_as_many_ranks_start_as_there_is_room_for",
+    "test_processes_share_the_cores_and_may_have_several_each",
+    "test_ranks_run_at_the_same_time",
+    "test_results_come_while_others_are_worked_on",
+    "test_the_first_rank_to_fail_is_the_error",
+    "test_there_may_be_more_processes_than_chunks",
+    "test_workers_that_cannot_start_end_the_job",
+}
+"Quick on the local engine alone: each needs seconds on a cluster, and others have the promises that differ there."
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -156,6 +156,7 @@ def test_a_rank_killed_while_it_writes_its_share(
     assert_same_run(tmp_path / "run", whole_on_two)
 
 
+@pytest.mark.slow
 def test_a_full_disk_beside_the_training_ends_the_run(tmp_path: Path, sections: dict[str, Any]) -> None:
     failed = runs.attempt(tmp_path / "run", sections, failpoint="checkpoint.optimizer.write:2:enospc", overrides=BESIDE)
     assert failed.exit_code == 74

@@ -92,6 +92,7 @@ def no_memory_for_validation() -> None:
     TrainState.forward = limited  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stub", "ranks"),
     sweep(

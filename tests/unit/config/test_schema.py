@@ -152,7 +152,7 @@ VALUES = [
 ]
 
 
-@settings(max_examples=examples(300, quick=100))
+@settings(max_examples=examples(300, quick=50))
 @given(
     st.sampled_from(PLACES),
     st.one_of(

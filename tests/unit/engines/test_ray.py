@@ -130,6 +130,7 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
         tl.Ray(launcher="horovod")
 
 
+@pytest.mark.slow
 def test_every_chunk_is_a_named_call_with_its_time() -> None:
     """Ray's timeline is made of the events that `ray list tasks` and the dashboard show."""
     engine = tl.Ray(processes=2)
@@ -153,6 +154,7 @@ def test_many_chunks_travel_in_bundles() -> None:
     assert sorted(numbers) == list(range(3000))
 
 
+@pytest.mark.slow
 def test_a_chunk_is_not_read_ahead_that_another_process_can_begin_with(tmp_path: Path) -> None:
     """Both chunks have to be worked on at the same time."""
     assert sorted(tl.Ray(processes=2).run_chunks(partial(engine_work.meeting_ahead, tmp_path), [0, 1])) == [0, 1]

@@ -19,7 +19,6 @@ from ray.exceptions import RayError
 import engine_work
 import torchlake as tl
 import training_runs as runs
-from sweeps import sweep
 from torchlake.engines import _ray_chunks, _ray_launch
 from torchlake.engines._ray_cluster import ProcessResources, missing_resources
 from torchlake.errors import TableError, UsageError
@@ -55,7 +54,8 @@ def made(kind: str) -> Any:
 COUNTS = {"filtered": 0, "tensors filtered": 0, "no blocks": 0, "empty blocks": 3, "pandas": 4, "pandas objects": 2}
 
 
-@pytest.mark.parametrize("kind", sweep([*COUNTS, "tensors", "drift"], quick={"filtered"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*COUNTS, "tensors", "drift"])
 def test_every_row_is_scored(kind: str, tiny_model: Path) -> None:
     frame = made(kind)
     rows = tl.predict(tiny_model, frame).take_all()

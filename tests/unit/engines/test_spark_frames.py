@@ -98,6 +98,7 @@ def test_columns_of_every_type_stay_as_they_are(tiny_model: Path, spark: SparkSe
     assert [row["label"] in ("good", "bad") for row in scored.collect()] == [True]
 
 
+@pytest.mark.slow
 def test_user_defined_types_stay_as_they_are(spark: SparkSession) -> None:
     rows = [(1, Vectors.dense(1.0, 2.0), [Vectors.sparse(3, {1: 0.5})]), (2, None, [])]
     fields = [StructField("v", VectorUDT()), StructField("several", ArrayType(VectorUDT()))]

@@ -64,7 +64,7 @@ NAMES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 @example(id2label={"0": False, "1": 2, "2": 1.5, "3": "x"})
 @example(id2label={"0": "a", "2": "b"})
 @example(id2label={"0": "1", "1": 1})
-@settings(max_examples=examples(50, quick=25))
+@settings(max_examples=examples(50, quick=12))
 def test_names_of_classes_are_strings_or_refused_in_words(id2label: dict[str, Any], tiny_model: Path) -> None:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "model")

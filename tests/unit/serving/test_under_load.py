@@ -198,7 +198,7 @@ def test_ten_thousand_connections_are_refused_politely(tiny_model: Path) -> None
     assert process.returncode == 0, errors[-2000:]
 
 
-MIXED_S = float(examples(1800, quick=40))
+MIXED_S = float(examples(1800, quick=20))
 WARM = 1_000
 "Requests after which most sizes of batches have been computed: libraries keep something for each."
 

@@ -22,7 +22,7 @@ from torchlake.tables.formats.streams import Dialect, TextRanges
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import open_table
 
-thorough = settings(max_examples=examples(400, quick=120), suppress_health_check=[HealthCheck.function_scoped_fixture])
+thorough = settings(max_examples=examples(400, quick=60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 NO_QUOTES = st.text(st.sampled_from("ab é\t'\\;0"), max_size=6)
 ENDS = st.sampled_from(["\n", "\n", "\r\n"])
 

@@ -53,7 +53,7 @@ def rows_of(
 TEXTS = st.text(st.sampled_from("ab ,;\"'\n\r\té€"), max_size=8)
 
 
-@settings(max_examples=examples(60, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60, quick=15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=30),
     compression=st.sampled_from([None, *COMPRESS]),

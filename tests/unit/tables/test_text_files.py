@@ -24,7 +24,7 @@ from torchlake.tables.keys import row_ids
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
-quick = settings(max_examples=examples(80, quick=30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(80, quick=15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\",\n\r\t 'é🙂\0"), max_size=12)
 
 

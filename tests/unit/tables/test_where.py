@@ -105,7 +105,7 @@ def selected(text: str, table: pa.Table) -> list[bool | None]:
     return found
 
 
-@settings(max_examples=examples(300, quick=50))
+@settings(max_examples=examples(300, quick=25))
 @given(rows=ROWS, text=CONDITIONS)
 def test_a_condition_is_true_false_and_null_where_duckdb_says_so(rows: list[tuple[Any, ...]], text: str) -> None:
     table = table_of(rows)
@@ -113,7 +113,7 @@ def test_a_condition_is_true_false_and_null_where_duckdb_says_so(rows: list[tupl
     assert selected(text, table) == [found for (found,) in by_duckdb]
 
 
-@settings(max_examples=examples(300, quick=50))
+@settings(max_examples=examples(300, quick=25))
 @given(groups=st.lists(ROWS, min_size=1, max_size=3), text=CONDITIONS, unknown=st.sets(st.sampled_from(sorted(TYPES))))
 def test_statistics_allow_everything_that_occurs(
     groups: list[list[tuple[Any, ...]]], text: str, unknown: set[str]

@@ -171,6 +171,7 @@ def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path
     np.testing.assert_allclose(np.array(ours), theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_trained_on_trains_again_and_with_adapters(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     sections = PAIRS.sections(tmp_path, trained, max_steps=3, ema=0.9)

@@ -58,6 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_token_is_a_target_once_an_epoch(trained: Path, tiny_gpt2: Path) -> None:
     """A step's tokens are those of its blocks; a block's first is the last of the block before."""
     lines = [line for line in runs.metrics(trained / "run") if "loss" in line]

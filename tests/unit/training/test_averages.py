@@ -73,6 +73,7 @@ def test_validations_do_not_change_what_is_trained(tmp_path: Path, tiny_bert: Pa
         assert runs.losses(tmp_path / f"plain{len(str(fsdp))}") == runs.losses(often)
 
 
+@pytest.mark.slow
 def test_the_model_is_the_average(tmp_path: Path, tiny_bert: Path) -> None:
     sections = job(tmp_path, tiny_bert)
     whole = {**sections["data"], "validation": None}

@@ -55,6 +55,7 @@ def note_modes() -> None:
     loop.train_step = noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sweep(["ddp", "fsdp"], quick=["ddp"]))
 def test_every_rank_trains_with_dropout(tmp_path: Path, strategy: str) -> None:
     sections = runs.job(tmp_path, tiny.build_encoder(tmp_path / "base", dropout=0.1), strategy=strategy, max_steps=2)

@@ -241,6 +241,7 @@ def test_weights_that_do_not_fit_are_refused(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_classifier_of_the_same_classes_keeps_its_head(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, rows=160, epochs=4, batch_size=16, learning_rate=3e-3)
     first = runs.succeed(tmp_path / "first", sections).metrics

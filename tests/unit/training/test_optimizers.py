@@ -184,7 +184,7 @@ def test_a_model_without_layers_has_no_layer_decay() -> None:
 SCHEDULES = st.sampled_from(["linear", "cosine", "constant", "wsd"])
 
 
-@settings(max_examples=examples(200, quick=60))
+@settings(max_examples=examples(200, quick=30))
 @given(
     name=SCHEDULES,
     total=st.integers(1, 400),

@@ -217,6 +217,7 @@ def test_lora_trains_little_and_exports_a_whole_model(
 
 
 # peft asks transformers for a property under its older name.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_bert: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -245,6 +246,7 @@ def test_layers_that_lora_does_not_find_are_told_with_those_there_are(tmp_path: 
     assert "query" in refused.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [pytest.param("rank0.step:4", marks=SLOW), "rank0.step:7"])
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_lora_and_fp16_go_on_where_they_stopped(
