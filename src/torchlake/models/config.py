@@ -5,14 +5,17 @@ encoders, and for ViT, ResNet and similar models, config.json is read without tr
 than scoring a small table.
 """
 
+import copy
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.config.task_spec import label_name
 from torchlake.errors import DataError, pip_install
+from torchlake.storage.versions import Version, settled_version_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +90,16 @@ def encoder_config(folder: Path) -> dict[str, Any] | None:
 
 
 def load_config(folder: Path) -> "PretrainedConfig":
-    """Return the configuration of a model folder that has passed `check_folder`. Raises DataError."""
+    """Return the configuration of a model folder that has passed `check_folder`. Raises DataError.
+
+    Each version of the file is read once per process; callers get a copy of their own.
+    """
+    files = sorted(folder.glob("config*.json"))  # config.json may refer to the others, by version of transformers
+    return copy.deepcopy(_config_of(folder, tuple(settled_version_of(str(file)) for file in files)))
+
+
+@lru_cache(maxsize=16)
+def _config_of(folder: Path, versions: tuple[Version, ...]) -> "PretrainedConfig":
     import transformers
 
     model_type = atomic_io.read_json(folder / "config.json").get("model_type")

@@ -9,15 +9,14 @@ before parsing it, and refuses all that could run code or refer to something out
                     name in a configuration that leads out of it
     sizes           JSON: bytes and depth; safetensors: the length in the header
 
-Cost: one read of the JSON files, well under a second for the largest tokenizer.json; weights are not read. A process
-remembers the JSON files that it has read, and reads one again when its times, size or inode have changed.
+Cost: one read of the JSON files, well under a second for the largest tokenizer.json; weights are not read. Each
+version of a file is read once per process.
 """
 
 import json
 import os
 import re
 import struct
-import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 from torchlake.errors import DataError, UnsafeError, need_library
 from torchlake.models.adapters import base
 from torchlake.models.folders import INDEX, VOCABULARY_FILES, WEIGHTS, weight_files
+from torchlake.storage.versions import Version, settled_version_of
 
 MAX_ENTRIES = 10_000
 MAX_DEPTH = 64
@@ -56,8 +56,6 @@ NOT_OPENED = "special_tokens_map_file"
 BRACKETS = np.zeros(256, dtype=np.int8)
 "By byte: how much deeper a JSON file is behind it."
 BRACKETS[list(b"[{")], BRACKETS[list(b"]}")] = 1, -1
-SETTLED_S = 2.0
-"A file that was written longer ago cannot change once more and keep its times."
 
 
 def _is_raw(folder: Path, file: Path) -> bool:
@@ -198,20 +196,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _check_json(file: Path) -> Any:
     """Return the value of a small JSON file after checking its keys; None for a vocabulary (only checked for size)."""
-    found = file.stat()
-    size = found.st_size
+    version = settled_version_of(str(file))
     limit = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_CONFIG_BYTES
-    if size > limit:
-        raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes; the limit is {limit:,}")
-    settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
-    read = _checked_json if settled else _checked_json.__wrapped__
-    # A job checks its folder some twenty times: each function that reads it does.
-    return read(file, (found.st_dev, found.st_ino, size, found.st_mtime_ns, found.st_ctime_ns))
+    if version.size > limit:
+        raise DataError(f"{file}: refused by the rule 'bounded JSON': {version.size:,} bytes; the limit is {limit:,}")
+    return _checked_json(file, version)  # a job asks some twenty times: each function that reads the folder does
 
 
 @lru_cache(maxsize=16)
-def _checked_json(file: Path, identity: tuple[int, ...]) -> Any:
-    """Do the part of `_check_json` that reads the file; `identity` is what changes with its content."""
+def _checked_json(file: Path, version: Version) -> Any:
+    """Do the part of `_check_json` that reads the file; once for each version of it."""
     # Before parsing: Python's parser recurses once per level, and others overflow the C stack, which kills the process.
     depth = json_depth(file)
     if depth > MAX_DEPTH:

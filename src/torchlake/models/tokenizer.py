@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
-from torchlake.models.folders import model_folder
+from torchlake.models.folders import file_hash, model_folder, tokenizer_hash
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer_file import CONFIG, TextTokenizer, check_library, read_tokenizer_file
 from torchlake.models.write import quiet
@@ -203,6 +204,12 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES) or any(folder.glob("*.model"))
 
 
+@lru_cache(maxsize=16)  # a job asks for each of its stages, and a large vocabulary takes a second
+def _limit_of(folder: Path, tokenizer: str, config: str) -> int:
+    """Return the limit of a tokenizer whose files have these hashes."""
+    return int(load_text_tokenizer(folder).model_max_length)
+
+
 def max_length(folder: str | Path, requested: int | None = None) -> int:
     """Return the maximum tokens of a row: `requested`, or the tokenizer's limit, at most the model's positions.
 
@@ -215,5 +222,6 @@ def max_length(folder: str | Path, requested: int | None = None) -> int:
         if limit is not None and requested > limit:
             raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
         return requested
-    named = load_text_tokenizer(folder).model_max_length
+    config = folder / "config.json"
+    named = _limit_of(folder, tokenizer_hash(folder), file_hash(config) if config.exists() else "")
     return min((int(one) for one in (limit, named) if one is not None and 0 < one < NO_LIMIT), default=MAX_LENGTH)

@@ -15,6 +15,7 @@ import pytest
 import forked
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.models import load, safety
+from torchlake.models.config import load_config
 from torchlake.models.spec import load_spec
 from torchlake.tasks._pretrained import base_model
 
@@ -389,24 +390,35 @@ def test_depth_ignores_strings_wherever_a_block_ends(tmp_path: Path, text: str, 
 
 
 def test_a_file_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safety, "SETTLED_S", -1.0)
     read: list[str] = []
     depth = safety.json_depth
-    monkeypatch.setattr(safety, "json_depth", lambda file: read.append(file.name) or depth(file))
+
+    def counted(file: Path) -> int:
+        read.append(file.name)
+        return depth(file)
+
+    monkeypatch.setattr(safety, "json_depth", counted)
     for _ in range(3):
         safety.check_folder(folder)
     assert sorted(read) == sorted(path.name for path in folder.glob("*.json"))
     file, before = folder / "config.json", (folder / "config.json").stat()
     file.write_text(file.read_text().replace('"model_type"', '"_target_"  ', 1))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as long and as old as before
-    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with pytest.raises(UnsafeError, match="_target_"):
         safety.check_folder(folder)
 
 
-def test_a_file_that_was_just_written_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safety, "SETTLED_S", 3600.0)
-    safety.check_folder(folder)
-    (folder / "config.json").write_text('{"auto_map": {}}')
-    with pytest.raises(UnsafeError, match="auto_map"):
-        safety.check_folder(folder)
+def test_a_configuration_belongs_to_who_loads_it_and_is_that_of_the_file(folder: Path) -> None:
+    load_config(folder).num_labels = 77
+    assert load_config(folder).num_labels != 77
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"hidden_dropout_prob": 0.25}))
+    assert load_config(folder).hidden_dropout_prob == 0.25
+
+
+def test_the_longest_row_is_that_of_the_files_as_they_are(folder: Path) -> None:
+    assert load.max_length(folder) > 7
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 7}))
+    assert load.max_length(folder) == 7
