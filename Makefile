@@ -11,8 +11,8 @@ CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test
 	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
 	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden \
 	tests/unit/training/test_labels.py::test_every_runtime_predicts_in_the_units_of_the_labels
-# Two more processes than cores: tests often wait for processes and servers.
-WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
+# One more process than cores: tests often wait for processes and servers, and each process collects all of them first.
+WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,9 +85,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Each begins to read the test files at another one, and finds what the others have compiled.
     """
+    sweeps.leaves_out = config.option.markexpr == "not slow"
     worker = getattr(config, "workerinput", None)
     if worker is None:
         config.add_cleanup(forked.open_session().cleanup)
+        if config.getoption("numprocesses", None):  # these would wait for it one after another
+            threading.Thread(target=forked.start_server, daemon=True).start()
     elif config.args == config.getini("testpaths"):
         files = sorted(map(str, ROOT.rglob("test_*.py")))
         first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]

@@ -275,26 +275,31 @@ def _child(descriptor: int, death_signal: int) -> None:
 
 def _connect() -> socket.socket:
     """Return a connection to the session's server, which is started if there is none."""
-    home = Path(os.environ[SERVER])
-    address = str(home / "socket")
+    address = str(Path(os.environ[SERVER]) / "socket")
     connection = socket.socket(socket.AF_UNIX)
     with suppress(FileNotFoundError, ConnectionRefusedError):
         connection.connect(address)
         return connection
+    start_server()
+    connection.connect(address)
+    return connection
+
+
+def start_server() -> None:
+    """Start the session's server, if no process has: it takes 10 seconds."""
+    home = Path(os.environ[SERVER])
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError, ConnectionRefusedError):
-            connection.connect(address)
-            return connection
+        if (home / "started").exists():
+            return
         variables = {**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, __file__, address, (home / "session").read_text()]
+        command = [sys.executable, __file__, str(home / "socket"), (home / "session").read_text()]
         with open(home / "log", "wb") as log:
             done = subprocess.run(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         assert done.returncode == 0, (home / "log").read_text()
-    connection.connect(address)
-    return connection
+        (home / "started").touch()
 
 
 def for_speed() -> Iterator[tuple[Any, str, Any]]:

@@ -114,7 +114,7 @@ def write_batch(batch: int) -> tl.Scored:
     )
 
 
-@pytest.mark.parametrize("first", sweep([10, 8], quick={8}), ids=["whole files", "half a file"])
+@pytest.mark.parametrize("first", sweep([10, 8], quick={8}), ids={10: "whole files", 8: "half a file"}.get)
 def test_rows_of_an_output_that_duckdb_deleted_are_written_again(lake: SqlCatalog, first: int) -> None:
     """DuckDB marks deleted rows, and leaves their files."""
     made_for_deletes(lake)
