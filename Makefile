@@ -11,6 +11,8 @@ CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test
 	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
 	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden \
 	tests/unit/training/test_labels.py::test_every_runtime_predicts_in_the_units_of_the_labels
+# They read the sources and run nothing.
+STYLE_TESTS := $(addprefix tests/unit/test_,words.py quoted_messages.py private_names.py layout.py class_names.py floors.py)
 # One more process than cores: tests often wait for processes and servers, and each process collects all of them first.
 WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-avx2 compiled check docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
+.PHONY: demo test test-avx2 compiled check style types docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
 	bench-scoring bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
@@ -32,7 +34,8 @@ demo: $(DEMO_STAMP)
 	$(BIN)/torchlake demo --folder $(DEMO)
 
 test: $(COMPILED)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+	  $(addprefix --ignore=,$(STYLE_TESTS))
 	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
 
 # The tests that depend on the CPU, limited to AVX2 on any machine. tests/conftest.py limits torch, MKL, oneDNN and
@@ -40,9 +43,14 @@ test: $(COMPILED)
 test-avx2: $(COMPILED)
 	TORCHLAKE_TEST_CPU=avx2 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(CPU_TESTS)
 
-check: $(STAMP)
+check: style types
+
+style: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks
 	$(BIN)/ruff check src tests tools bench examples notebooks
+	$(BIN)/python -m pytest $(STYLE_TESTS)
+
+types: $(STAMP)
 	$(BIN)/mypy --strict src
 
 # The site, in site/. A link to a page or a heading that does not exist is an error.

@@ -35,11 +35,8 @@ import pytest
 
 import forked
 import sweeps
-import tiny
 from torchlake import plugins
-from torchlake.evaluation.sections import hints
 from torchlake.processes.hardware import CPU_FEATURES, cpu_features
-from torchlake.reporting import figures
 
 # A shell without job control starts what runs in its background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +48,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
 
+# Fixtures import what takes seconds: the first process of xdist, which runs no test, would start the others later.
 ROOT = Path(__file__).parent
 LONGEST = (
     "conformance/test_sinks.py",
@@ -92,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("numprocesses", None):  # these would wait for it one after another
             threading.Thread(target=forked.start_server, daemon=True).start()
     elif config.args == config.getini("testpaths"):
-        files = sorted(map(str, ROOT.rglob("test_*.py")))
+        ignored = {os.path.abspath(path) for path in config.option.ignore or ()}
+        files = sorted({*map(str, ROOT.rglob("test_*.py"))} - ignored)
         first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         config.args = files[first:] + files[:first]
 
@@ -109,12 +108,16 @@ def fast_pages() -> Iterator[None]:
 @pytest.fixture
 def hint_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of label hints is there."""
+    from torchlake.evaluation.sections import hints
+
     monkeypatch.setattr(hints, "find_spec", find_spec)
 
 
 @pytest.fixture
 def page_libraries(hint_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libraries of pictures and label hints are there."""
+    from torchlake.reporting import figures
+
     monkeypatch.setattr(figures, "find_spec", find_spec)
 
 
@@ -177,36 +180,48 @@ def forked_children(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An encoder without a head and without dropout."""
+    import tiny
+
     return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_bert")
 
 
 @pytest.fixture(scope="session")
 def tiny_bert_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same encoder with dropout 0.1."""
+    import tiny
+
     return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_bert_dropout", dropout=0.1)
 
 
 @pytest.fixture(scope="session")
 def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An encoder of RoBERTa's kind, whose positions begin after the padding id."""
+    import tiny
+
     return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_roberta", kind="roberta")
 
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal language model with random weights, a tokenizer without a padding token, and a chat template."""
+    import tiny
+
     return tiny.build_language_model(tmp_path_factory.mktemp("models") / "tiny_gpt2")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another with rotary positions, and fewer keys and values than queries."""
+    import tiny
+
     return tiny.build_language_model(tmp_path_factory.mktemp("models") / "tiny_llama", kind="llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Iterator[Path]:
     """A model folder (task.json, manifest) for the classes "bad" and "good"; its head was never trained."""
+    import tiny
+
     folder = tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     yield folder
