@@ -11,7 +11,7 @@ CPU_TESTS := tests/unit/runtimes tests/unit/optimization tests/unit/scoring/test
 	tests/conformance/test_runtimes.py tests/conformance/test_encoders.py tests/conformance/test_text_pairs.py \
 	tests/unit/tasks/test_feature_extraction.py tests/unit/training/test_kernels.py tests/golden \
 	tests/unit/training/test_labels.py::test_every_runtime_predicts_in_the_units_of_the_labels
-# They read the sources and run nothing.
+# They are about the text of the sources.
 STYLE_TESTS := $(addprefix tests/unit/test_,words.py quoted_messages.py private_names.py layout.py class_names.py floors.py)
 # One more process than cores: tests often wait for processes and servers, and each process collects all of them first.
 WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
@@ -23,8 +23,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-avx2 compiled check style types docs docs-serve reference notebook orchestrators engines gpu faults migration mutants bench \
-	bench-scoring bench-training bench-spark bench-ray format clean
+.PHONY: demo test test-avx2 compiled check style types docs docs-serve reference notebook orchestrators engines gpu faults \
+	migration mutants bench bench-scoring bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
 demo: $(DEMO_STAMP)

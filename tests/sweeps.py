@@ -9,7 +9,7 @@ import pytest
 RANDOM = bool(os.environ.get("TORCHLAKE_RANDOM_EXAMPLES"))
 "Of `make faults`, which draws other examples each time, and more of them."
 leaves_out = False
-"Whether cases that are slow are not even collected, which takes a third of the time of collecting: of `make test`."
+"Whether slow cases are not even collected: in `make test`, where they would be two of five."
 
 
 def sweep(cases: Iterable[Any], *, quick: Container[Any]) -> list[Any]:

@@ -147,7 +147,7 @@ def attempt(
 
     `task` and `on_step`, of modules that can be imported, are those of `train`. `failpoint` ("site:nth:action") breaks
     it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level function, is called first. The
-    rows of the validation get no page, which takes as long as the steps; `unit/evaluation` has tests of it.
+    rows of the validation get no page, a seventh of the time of such runs; `unit/evaluation` has tests of it.
     """
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)

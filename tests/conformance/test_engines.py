@@ -40,7 +40,7 @@ LOCAL_ONLY = {
     "test_there_may_be_more_processes_than_chunks",
     "test_workers_that_cannot_start_end_the_job",
 }
-"Quick on the local engine alone: each needs seconds on a cluster, and others have the promises that differ there."
+"Quick on the local engine alone: each needs seconds on a cluster, and others test what differs there."
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -121,11 +121,7 @@ BESIDE = ("train.checkpoint_in_background=true",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hit",
-    sweep(
-        ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"],
-        quick=["checkpoint.rename:1"],
-    ),
+    "hit", ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"]
 )
 def test_a_kill_while_something_is_written_beside_the_training(
     tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch

@@ -13,7 +13,6 @@ import torch
 
 import tiny
 import training_runs as runs
-from sweeps import sweep
 from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching
 from torchlake.data.loading import TokenTable
@@ -32,7 +31,7 @@ def try_on_cpus() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("single", 1)]))
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_trying_the_largest_micro_batch_changes_no_bit(tmp_path: Path, strategy: str, ranks: int) -> None:
     base = tiny.build_encoder(tmp_path / "base", dropout=0.1)
     sections = runs.job(tmp_path, base, rows=64, epochs=1, strategy=strategy, micro_batch_tokens=80)
@@ -56,7 +55,7 @@ def note_modes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", sweep(["ddp", "fsdp"], quick=["ddp"]))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_every_rank_trains_with_dropout(tmp_path: Path, strategy: str) -> None:
     sections = runs.job(tmp_path, tiny.build_encoder(tmp_path / "base", dropout=0.1), strategy=strategy, max_steps=2)
     runs.succeed(tmp_path / "run", sections, ranks=2, stub=note_modes)

@@ -216,8 +216,8 @@ def test_lora_trains_little_and_exports_a_whole_model(
     assert stored < (run / "model" / "model.safetensors").stat().st_size
 
 
-# peft asks transformers for a property under its older name.
 @pytest.mark.slow
+# peft asks transformers for a property under its older name.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_bert: Path) -> None:
     peft = pytest.importorskip("peft")
