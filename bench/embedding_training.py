@@ -82,7 +82,7 @@ def train(setup: dict[str, Any]) -> float:
     if kind == "torchlake":
         data = {"train": table, "text": "anchor", "text_pair": "positive"}
         return by_torchlake(recipe, data, "feature_extraction")[1]
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     model, rows = sentence_model(), pq.read_table(table, columns=["anchor", "positive"]).to_pydict()
     seconds = by_sentence_transformers(recipe, model, rows, MultipleNegativesRankingLoss(model))

@@ -178,7 +178,7 @@ def sentences_by_torchlake(setup: dict[str, Any]) -> dict[str, float]:
 
 def sentences_by_hand(setup: dict[str, Any]) -> dict[str, float]:
     from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
-    from sentence_transformers.losses import CosineSimilarityLoss
+    from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 
     model, columns = sentence_model(), ["text", "other", "label"]
     train, test = (pq.read_table(f"{setup['folder']}/{part}.parquet", columns=columns).to_pydict() for part in ROWS)

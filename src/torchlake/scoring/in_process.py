@@ -1,7 +1,7 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts.
 
-Callers in threads and coroutines share batches (`serving/batching.py`): one thread tokenizes the rows of each call in
-their turn, and another one computes those of all. A caller in a thread tokenizes its own rows if no other one does.
+Callers in threads and coroutines share batches (`serving/batching.py`): one thread tokenizes the rows of the calls that
+wait, and another one computes them. A caller in a thread tokenizes its own rows if no other one does.
 """
 
 import logging
@@ -27,7 +27,7 @@ from torchlake.display import Shown, shown
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import device_is_lost
-from torchlake.scoring.options.call import AS_LOADED, CallOptions, reader_of, scorer_of, spec_of
+from torchlake.scoring.options.call import AS_LOADED, CallOptions, scorer_of, spec_of
 from torchlake.scoring.options.given import PROMPTS
 from torchlake.scoring.options.job import with_export
 from torchlake.scoring.options.settings import scoring_settings
@@ -35,10 +35,11 @@ from torchlake.scoring.options.table import checked_input
 from torchlake.scoring.rows import ReadyRows, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.values import table_of
-from torchlake.scoring.workers.calls import Answered, answered, compute
+from torchlake.scoring.workers.calls import Answered, Given, answered, compute, read
 from torchlake.scoring.workers.output import folded
 from torchlake.serving.batching import CLOSED, Batcher, Call, Part
 from torchlake.tables.sources.frames import Frame, is_frame, to_arrow
+from torchlake.tasks import TEXT
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 Answer = dict[str, Any]
 
 
-ONE_ROW = np.ones(1, dtype=np.int64)
-"The cost of a call of the thread that tokenizes, which takes one after the other."
+READ_ROWS = 64
+"Rows that are tokenized together."
 NO_FEATURES = Features(arrays={}, lengths=np.zeros(0, dtype=np.int64), cut=np.zeros(0, dtype=np.int64))
 
 
@@ -70,11 +71,12 @@ class Model:
         self.folder: str = settings.model
         self._reading = reading = threading.Lock()  # a tokenizer has settings that one call at a time changes
 
-        def read(parts: Sequence[Part]) -> list[Any]:
+        def read_parts(parts: Sequence[Part]) -> list[Any]:
+            works = [call.work for call, _ in parts]
             with reading:
-                return [call.work() for call, _ in parts]
+                return read(scorer, works) if isinstance(works[0], Given) else [work() for work in works]
 
-        self.reader = Batcher(read, lambda: 1, done="read")
+        self.reader = Batcher(read_parts, lambda: READ_ROWS, done="read")
         self.batcher = Batcher(partial(compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
         # Neither they nor their threads have a reference to this object, so a model that is dropped is freed.
         for each in (self.reader, self.batcher):
@@ -140,16 +142,16 @@ class Model:
 
     def score(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions = AS_LOADED) -> Answered:
         """Score the rows of a table, which has the model's columns, together with those of other callers."""
-        read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
+        given = self._given(table, unreadable, view)
         if self._reading.acquire(blocking=False):  # in this thread: a switch to another one takes longer
             try:
-                call = read.work()
+                (call,) = read(self._open_scorer(), [given.work])
             finally:
                 self._reading.release()
-            read.ended = time.perf_counter()
+            given.ended = time.perf_counter()
         else:
-            ((_, call),) = self.reader.result(read)
-        return answered(read, call, self.batcher.result(call))
+            ((_, call),) = self.reader.result(given)
+        return answered(given, call, self.batcher.result(call))
 
     async def ascore(
         self,
@@ -164,28 +166,22 @@ class Model:
         Raises TimeoutError if no row has been computed after `patience` seconds in the queues, and RowTimeout for rows
         that were given up.
         """
-        read = Call(partial(self._read, table, unreadable, view), ONE_ROW)
-        ((_, call),) = await self.reader.aresult(read, patience)
-        left = patience and max(0.0, patience - (read.started - read.arrived))
-        return answered(read, call, await self.batcher.aresult(call, left))
+        given = self._given(table, unreadable, view)
+        ((_, call),) = await self.reader.aresult(given, patience)
+        left = patience and max(0.0, patience - (given.started - given.arrived))
+        return answered(given, call, await self.batcher.aresult(call, left))
 
-    def _read(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions) -> Call:
-        """Tokenize the rows of a table; return a call for the batcher."""
-        scorer = self._scorer
-        if scorer is None:
+    def _given(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions) -> Call:
+        """Return a call for the thread that tokenizes, which takes it whole."""
+        inputs = plugins.load("tasks", self.spec.task).inputs.values()
+        together = self._settings.generation is None and set(inputs) <= {TEXT}
+        kind: Any = (view, table.schema) if together else object()
+        return Call(Given(table, unreadable, view), np.array([len(table)]), kind=kind)
+
+    def _open_scorer(self) -> Scorer:
+        if self._scorer is None:
             raise UsageError(CLOSED)
-        reader = scorer.reader if view is AS_LOADED else reader_of(scorer.reader, view)
-        work = reader.read(table, unreadable)
-        if not view.truncate:
-            for at in np.flatnonzero(work.features.cut).tolist():
-                more = f"{work.features.cut[at]:,} tokens more than the {self.spec.max_length:,} that the model reads"
-                work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
-        costs = np.zeros(work.count, dtype=np.int64)
-        if self._settings.generation is not None:  # its rows are computed in the order and company of `predict`
-            return Call((work, view), costs, kind=object())
-        costs[work.rows] = work.features.lengths
-        costs[[row for row in work.errors if row < work.count]] = 0
-        return Call((work, view), costs, kind=view.kind)
+        return self._scorer
 
     async def tokens(
         self, texts: Sequence[str], *, special: bool, patience: float | None = None
@@ -204,7 +200,7 @@ class Model:
             found: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
             return found
 
-        ((_, encodings),) = await self.reader.aresult(Call(encode, ONE_ROW), patience)
+        ((_, encodings),) = await self.reader.aresult(Call(encode, np.array([READ_ROWS]), kind=object()), patience)
         return [
             [
                 {"id": number, "text": name, "special": True, "start": None, "stop": None}

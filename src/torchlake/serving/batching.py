@@ -164,9 +164,10 @@ class Batcher:
         with self._changed:
             self._closed = self._closed or CLOSED
             self._changed.notify()
-        if self._thread is None or self._thread is threading.current_thread():
+        if self._thread is threading.current_thread():
             return
-        self._thread.join(None if wait else END_S)
+        if self._thread is not None:
+            self._thread.join(None if wait else END_S)
         if wait:
             self._compute, self._budget = (lambda parts: ()), (lambda: 0)  # they hold the model
 

@@ -60,7 +60,7 @@ def test_every_step_says_how_fast_it_was(tmp_path: Path, tiny_bert: Path) -> Non
     for line in steps:
         assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["seconds"], rel=1e-3)
         assert 0 < line["data_seconds"] < line["seconds"]
-        assert 0 <= line["wait_seconds"] < line["seconds"]
+        assert line["wait_seconds"] >= 0, "after the step, so it may be longer than the step"
         assert 2**25 < line["peak_memory_bytes"] < 2**36
         assert "mfu" not in line, "what a CPU reaches depends on what else it does"
     peaks = [line["peak_memory_bytes"] for line in steps]

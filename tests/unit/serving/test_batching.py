@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 import tiny
 import torchlake as tl
 from torchlake.errors import UsageError
+from torchlake.scoring import in_process
+from torchlake.scoring.options.call import AS_LOADED, CallOptions
+from torchlake.scoring.workers import calls
+from torchlake.scoring.workers.calls import Answered
 from torchlake.serving.batching import Batcher, Call, Part, RowTimeout
 
+LARGE = pa.schema([("text", pa.large_string())])
 TEXTS = [*tiny.reviews(40)["text"].to_pylist(), None, "", "\ud800", "good " * 200]
 
 
@@ -196,6 +201,26 @@ def test_threads_and_coroutines_get_the_answers_of_predict(tiny_model: Path) -> 
 
     for cut, answers in zip(cuts, asyncio.run(together()), strict=True):
         assert same(answers, expected[cut])
+
+
+def test_calls_that_are_read_together_have_their_own_options_and_errors(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls with equal options and types of columns are tokenized at once, others apart."""
+    sizes, read = [], calls.read
+    monkeypatch.setattr(in_process, "read", lambda scorer, given: sizes.append(len(given)) or read(scorer, given))
+    loaded = tl.load(tiny_model)
+    views = [AS_LOADED, CallOptions(truncate=False), CallOptions(truncation_side="left"), CallOptions(raw=True)]
+    tables = [(loaded.to_table(TEXTS[at : at + 4]), view) for view in views for at in range(len(TEXTS))]
+    large = [((table.cast(LARGE), errors), view) for (table, errors), view in tables]
+
+    async def together() -> list[Answered]:
+        return await asyncio.gather(*(loaded.ascore(*rows, view) for rows, view in [*tables, *large]))
+
+    found = [answer.table.to_pylist() for answer in asyncio.run(together())]
+    assert max(sizes) > 1
+    for rows, ((table, errors), view) in zip(found, [*tables, *large], strict=True):
+        assert same(rows, loaded.score(table, errors, view).table.to_pylist())
 
 
 def test_a_model_that_is_dropped_is_freed(tiny_model: Path) -> None:

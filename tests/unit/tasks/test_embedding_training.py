@@ -62,12 +62,12 @@ def test_the_ranking_loss_is_that_of_sentence_transformers() -> None:
 
 
 @pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing it scripts functions of torch
 @pytest.mark.parametrize("micro_batch_tokens", [pytest.param(200, marks=pytest.mark.slow), 100_000])
 def test_steps_are_those_of_sentence_transformers(tmp_path: Path, micro_batch_tokens: int) -> None:
     """Losses and gradient norms of its loss under AdamW; here in micro-batches of a few rows, and in one."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     base, steps = tiny.build_embedder(tmp_path / "base"), 4
     config = json.loads((base / "config.json").read_text())

@@ -1,17 +1,27 @@
-"""The rows of calls of a loaded model: those of several are computed together, and each gets its own answer."""
+"""The rows of calls of a loaded model: those of several are read and computed together; each gets its own answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from torchlake.scoring.options.call import AS_LOADED, CallOptions, scorer_of
+from torchlake.scoring.options.call import AS_LOADED, CallOptions, reader_of, scorer_of
 from torchlake.scoring.rows import ReadyRows
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.workers.output import joined
 from torchlake.serving.batching import Call, Part
+
+
+@dataclass(frozen=True)
+class Given:
+    """The rows of a call as they were given: the model's columns, errors of invalid rows, and how they are scored."""
+
+    table: pa.Table
+    unreadable: dict[int, str]
+    view: CallOptions
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,36 @@ class Answered:
     reading_s: float
     queued_s: float
     computed_s: float
+
+
+def read(scorer: Scorer, given: Sequence[Given]) -> list[Call]:
+    """Tokenize the rows of calls with equal options and schemas; return for each the call that is computed.
+
+    Beside the tokenizer, reading a call costs 0.3 ms of CPU, and reading several together costs no more.
+    """
+    view = given[0].view
+    reader = scorer.reader if view is AS_LOADED else reader_of(scorer.reader, view)
+    starts = np.cumsum([0, *(len(each.table) for each in given)]).tolist()
+    unreadable = {
+        start + row: why for start, each in zip(starts, given, strict=False) for row, why in each.unreadable.items()
+    }
+    work = reader.read(pa.concat_tables([each.table for each in given]), unreadable)
+    if not view.truncate:
+        for at in np.flatnonzero(work.features.cut).tolist():
+            more = f"{work.features.cut[at]:,} tokens more than the {reader.spec.max_length:,} that the model reads"
+            work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
+    if len(given) == 1:
+        return [_call(scorer, work, view)]
+    return [_call(scorer, _some(work, np.arange(*ends)), view) for ends in pairwise(starts)]
+
+
+def _call(scorer: Scorer, work: ReadyRows, view: CallOptions) -> Call:
+    costs = np.zeros(work.count, dtype=np.int64)
+    if scorer.settings.generation is not None:  # its rows are computed in the order and company of `predict`
+        return Call((work, view), costs, kind=object())
+    costs[work.rows] = work.features.lengths
+    costs[[row for row in work.errors if row < work.count]] = 0
+    return Call((work, view), costs, kind=view.kind)
 
 
 def compute(scorer: Scorer, parts: Sequence[Part]) -> list[pa.Table]:
