@@ -35,7 +35,7 @@ from torchlake.scoring.options.table import checked_input
 from torchlake.scoring.rows import ReadyRows, Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.values import table_of
-from torchlake.scoring.workers.calls import Answered, Given, answered, compute, read
+from torchlake.scoring.workers.calls import Answered, GivenRows, answered, compute, read
 from torchlake.scoring.workers.output import folded
 from torchlake.serving.batching import CLOSED, Batcher, Call, Part
 from torchlake.tables.sources.frames import Frame, is_frame, to_arrow
@@ -74,7 +74,7 @@ class Model:
         def read_parts(parts: Sequence[Part]) -> list[Any]:
             works = [call.work for call, _ in parts]
             with reading:
-                return read(scorer, works) if isinstance(works[0], Given) else [work() for work in works]
+                return read(scorer, works) if isinstance(works[0], GivenRows) else [work() for work in works]
 
         self.reader = Batcher(read_parts, lambda: READ_ROWS, done="read")
         self.batcher = Batcher(partial(compute, scorer), lambda: scorer.batch_tokens, lost=device_is_lost)
@@ -176,7 +176,7 @@ class Model:
         inputs = plugins.load("tasks", self.spec.task).inputs.values()
         together = self._settings.generation is None and set(inputs) <= {TEXT}
         kind: Any = (view, table.schema) if together else object()
-        return Call(Given(table, unreadable, view), np.array([len(table)]), kind=kind)
+        return Call(GivenRows(table, unreadable, view), np.array([len(table)]), kind=kind)
 
     def _open_scorer(self) -> Scorer:
         if self._scorer is None:
