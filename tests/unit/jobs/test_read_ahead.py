@@ -57,7 +57,7 @@ def test_results_are_in_order_and_groups_within_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     submitted: list[Future[Any]] = []
-    last_ahead = threading.Event()
+    first_alone, last_ahead = threading.Event(), threading.Event()
 
     class Noting(ThreadPoolExecutor):
         def submit(self, *given: Any, **named: Any) -> Future[Any]:
@@ -67,13 +67,18 @@ def test_results_are_in_order_and_groups_within_the_limit(
                 last_ahead.set()
             return future
 
+    def read(one: Chunk) -> int:
+        assert one.index == 0 or first_alone.wait(60), "the first chunk was not written"
+        return one.index
+
     def all_read() -> None:
+        first_alone.set()
         assert last_ahead.wait(60), f"{len(submitted)} of {1 + most} chunks were submitted"
         wait(submitted[: 1 + most])
 
     monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", Noting)
     groups: list[list[int]] = []
-    assert list(worker(tmp_path, groups, most=most, first=all_read)(items(10))) == list(range(10))
+    assert list(worker(tmp_path, groups, most=most, read=read, first=all_read)(items(10))) == list(range(10))
     assert [number for group in groups for number in group] == list(range(10))
     assert groups[0] == [0]
     assert groups[1] == list(range(1, 1 + most))
