@@ -122,10 +122,12 @@ def test_the_second_writer_is_told_who_works_and_leaves(job: dict[str, Any], wri
     first = Writer(job, failpoint="part.done:2:stop")
     writers.append(first)
     first.wait_until_stopped()
-    code, said = Writer(job).wait()  # at once: the first one is stopped
+    began = time.monotonic()
+    code, said = Writer(job).wait()
     assert code == 75
     assert f"pid {first.process.pid} on " in said
     assert " since " in said
+    assert time.monotonic() - began < 20
     os.kill(first.process.pid, signal.SIGCONT)
     assert first.wait()[0] == 0
     assert scored_rows(job) == len(TEXTS)

@@ -69,6 +69,8 @@ class Model:
         self.runtime: str = scorer.runtime
         self.sha: str = settings.model_hash
         self.folder: str = settings.model
+        inputs = plugins.load("tasks", self.spec.task).inputs.values()
+        self._reads_together = settings.generation is None and set(inputs) <= {TEXT}
         self._reading = reading = threading.Lock()  # a tokenizer has settings that one call at a time changes
 
         def read_parts(parts: Sequence[Part]) -> list[Any]:
@@ -173,9 +175,7 @@ class Model:
 
     def _given(self, table: pa.Table, unreadable: dict[int, str], view: CallOptions) -> Call:
         """Return a call for the thread that tokenizes, which takes it whole."""
-        inputs = plugins.load("tasks", self.spec.task).inputs.values()
-        together = self._settings.generation is None and set(inputs) <= {TEXT}
-        kind: Any = (view, table.schema) if together else object()
+        kind: Any = (view, table.schema) if self._reads_together else object()
         return Call(GivenRows(table, unreadable, view), np.array([len(table)]), kind=kind)
 
     def _open_scorer(self) -> Scorer:

@@ -7,8 +7,8 @@ import base64
 import json
 import logging
 import os
-import random
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -61,8 +61,7 @@ class ServedRequest:
 
     service: "Service"
     model: Model
-    # Not uuid4, which lets the interpreter's lock go and waits for it.
-    id: bytes = field(default_factory=lambda: b"%032x" % random.getrandbits(128))
+    id: bytes = field(default_factory=lambda: uuid.uuid4().hex.encode())
     status: int = 0
     "That of the answer, once it has begun; `complete`: once it has ended; `kind`: TEI's name of its error."
     kind: str = "Validation"

@@ -1,5 +1,6 @@
 """What metrics.jsonl says of the speed: tokens a second, waits, memory, the share of the matrix rate."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,16 @@ def test_a_matrix_rate_is_measured_without_a_change_of_random_numbers() -> None:
 
 
 def test_every_step_says_how_fast_it_was(tmp_path: Path, tiny_bert: Path) -> None:
+    began = time.monotonic()
     runs.succeed(tmp_path / "run", runs.job(tmp_path, tiny_bert, epochs=1))
+    whole = time.monotonic() - began
     steps = [line for line in runs.metrics(tmp_path / "run") if "loss" in line]
     assert len(steps) == 9
+    assert sum(line["seconds"] for line in steps) < whole
     for line in steps:
         assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["seconds"], rel=1e-3)
         assert 0 < line["data_seconds"] < line["seconds"]
-        assert line["wait_seconds"] >= 0, "after the step, so it may be longer than the step"
+        assert 0 <= line["wait_seconds"] < whole, "after the step, so it may be longer than the step"
         assert 2**25 < line["peak_memory_bytes"] < 2**36
         assert "mfu" not in line, "what a CPU reaches depends on what else it does"
     peaks = [line["peak_memory_bytes"] for line in steps]

@@ -51,7 +51,7 @@ def read(scorer: Scorer, given: Sequence[GivenRows]) -> list[Call]:
         for at in np.flatnonzero(work.features.cut).tolist():
             more = f"{work.features.cut[at]:,} tokens more than the {reader.spec.max_length:,} that the model reads"
             work.errors.setdefault(int(work.rows[at]), f"too_long: {more}")
-    if len(given) == 1:
+    if len(given) == 1:  # of a model that writes, a row has a place for each of its answers
         return [_call(scorer, work, view)]
     return [_call(scorer, _some(work, np.arange(*ends)), view) for ends in pairwise(starts)]
 

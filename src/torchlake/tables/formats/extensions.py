@@ -129,7 +129,7 @@ def footer_length(file: str, tail: bytes, size: int) -> int:
 class _Unreadable(io.RawIOBase):
     """A file of `size` bytes that ends where it is read; `asked` says whether it was.
 
-    Not an exception: Arrow would keep it for ever, with 6 to 20 KB.
+    It raises nothing: Arrow would never free the exception, 6 to 20 KB.
     """
 
     def __init__(self, size: int):
