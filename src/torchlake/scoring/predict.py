@@ -21,8 +21,6 @@ from torchlake.jobs.options import OutputOptions, output_options
 from torchlake.jobs.table_job import Finished, shown_outcome, table_job
 from torchlake.outputs.find import output_of
 from torchlake.processes.hardware import gpus
-from torchlake.scoring.endpoint.job import RUNTIME, with_chunks
-from torchlake.scoring.endpoint.options import endpoint_job
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.options.given import refuse_for_frames, split_options, with_common_names
 from torchlake.scoring.options.job import (
@@ -159,7 +157,7 @@ def predict(
     kept), FingerprintError if `output` belongs to another job, Locked if another writer holds it, TableError and
     UsageError for mistakes found before any work.
     """
-    if runtime == RUNTIME or (runtime is None and options.get("endpoint")):
+    if runtime == "http" or (runtime is None and options.get("endpoint")):
         return _predict_by_endpoint(
             model, table, output, options, as_engine(engine), text=text, key=key, columns=columns
         )
@@ -215,6 +213,10 @@ def _predict_by_endpoint(
     columns: Sequence[str],
 ) -> Scored:
     """Have the rows of a table answered by an endpoint."""
+    # Imported here: a job of a model folder reads none of these files.
+    from torchlake.scoring.endpoint.job import with_chunks
+    from torchlake.scoring.endpoint.options import endpoint_job
+
     given = with_common_names(options)
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     if model is not None:
