@@ -1,5 +1,6 @@
 """The command line: `torchlake COMMAND`.
 
-In: the words of a command. Out: results on standard output, everything else on standard error, an exit status.
-Read `main.py` first (parse, work, print), then `commands/`, which declares the commands and does their work.
+In: the words of a command. Out: results on standard output, everything else on standard error, an exit status (its
+numbers are in `errors.py`). Read `main.py` first (parse, work, print), then `commands/`, which declares the commands
+and does their work. Options that Python has, too, are declared in `config/options.py`.
 """

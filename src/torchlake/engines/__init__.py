@@ -8,8 +8,9 @@ Every command is a chunk job or a launch, so an engine has two main methods, and
     map_frame    the engine's own frame in and out (with `frame_schema` and `materialize`; their defaults are for an
                  engine whose frame is the Arrow table)
 
-A cluster's engine does the scheduling: a chunk is (part of) a task, which runs it in a child process. Read `local.py`
-first, then `spark.py` or `ray.py`. `tests/conformance/test_engines.py` tests every file here against this contract.
+A cluster's engine does the scheduling: a chunk is (part of) a task, which runs it in a child process. Progress is the
+same on all of them: `jobs/worker/task_progress.py` counts, `progress.py` shows. Read `local.py` first, then `spark.py`
+or `ray.py`. `tests/conformance/test_engines.py` tests every file here against this contract.
 """
 
 import os

@@ -31,7 +31,6 @@ from torchlake.storage.lease import acquire
 from torchlake.tables.record import output_path, read_commit
 
 FACTS, PAGE, STAGING = "eval.json", "eval.html", ".evaluating"
-LEASE_S = 60.0
 OF_REPORT = ("key", "slices", "no_texts", "label_hints", "overwrite")
 "Arguments of `evaluate` that need a report."
 PLAIN_PAIRS = ("csv", "inputs")
@@ -141,7 +140,7 @@ def evaluating(request: ReportRequest, identity: Mapping[str, Any]) -> Iterator[
             )
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / STAGING
-    lease = acquire(staging, LEASE_S, name=str(folder))
+    lease = acquire(staging, name=str(folder))
     try:
         if request.overwrite:
             for name in ("scored", "first", "second"):

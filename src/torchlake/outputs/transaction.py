@@ -38,6 +38,7 @@ from torchlake.outputs.target import Change, CommitUnknown, Conflict, Target, as
 from torchlake.redaction import redacted
 from torchlake.storage.errors import access_advice
 from torchlake.storage.folders import folder_at
+from torchlake.storage.lease import LEASE_S
 from torchlake.storage.spread import Spread, in_process
 from torchlake.tables.plan import Chunk, ChunkPlan, samples_of
 from torchlake.tables.record import sealed
@@ -68,7 +69,7 @@ class WriteRequest:
     quarantined: Sequence[tuple[str, str]] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     allowed: AllowedChanges = field(default_factory=AllowedChanges)
-    lease_s: float = 60.0
+    lease_s: float = LEASE_S
     spread: Spread = in_process
 
     @property

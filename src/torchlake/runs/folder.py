@@ -28,7 +28,6 @@ from torchlake.tables.record import local_output
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 WRITTEN = "written"
 "The folder with the texts that each validation wrote."

@@ -29,6 +29,8 @@ from torchlake.storage.liveness import ProcessIdentity, is_running, this_process
 from torchlake.storage.objects import Found, ObjectFolder
 
 NAME, CLOCK = "lease.json", "lease.clock"
+LEASE_S = 60.0
+"How long a writer that stops renewing keeps others out, unless it is seen to have ended."
 LOCK_WAIT_S = 30.0
 LOCK_POLL_S = 0.01
 
@@ -161,7 +163,7 @@ class Lease:
                 continue
 
 
-def acquire(where: Path | ObjectFolder, lease_s: float, *, name: str) -> Lease:
+def acquire(where: Path | ObjectFolder, lease_s: float = LEASE_S, *, name: str) -> Lease:
     """Become the only writer of the folder `where`, which is created; `name` is used in messages.
 
     Raises Locked naming the active writer, OutputError when a local folder cannot be created, StorageError.

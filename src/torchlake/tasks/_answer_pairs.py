@@ -23,7 +23,7 @@ from torchlake.tasks._chat import (
     with_system,
 )
 from torchlake.tasks._completions import all_completion_ids
-from torchlake.tasks._cuts import largest
+from torchlake.tasks._conversation_cuts import largest
 from torchlake.tasks._inputs import Inputs
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._whole_rows import NO_ANSWER, TOO_LONG

@@ -32,7 +32,7 @@ from torchlake.tasks._chat import (
     with_system,
 )
 from torchlake.tasks._completions import ended, joined, request_of
-from torchlake.tasks._cuts import beginning_at, largest, places_of
+from torchlake.tasks._conversation_cuts import beginning_at, largest, places_of
 from torchlake.tasks._null_rows import NULL_INPUT
 from torchlake.tasks._rendering import Request, render
 

@@ -81,7 +81,7 @@ def train_folds(
     frames, wanted = load_with_frames(job, overrides, sections, folder, **named_engine(engine))
     _refuse_ignored(wanted)
     check_metric(wanted)
-    with lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder)):
+    with lease.acquire(folder / ".folds.staging", name=str(folder)):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
             store_frame(frame, path, job_engine(wanted, engine))

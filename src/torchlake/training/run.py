@@ -95,7 +95,7 @@ def train_run(
     checked = _check_new(wanted, processes, folder, engine, frames)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     staging = folder / ".training.staging"
-    with lease.acquire(staging, run_folder.LEASE_S, name=str(folder)) as mine:
+    with lease.acquire(staging, name=str(folder)) as mine:
         run_folder.claim(folder, wanted)
         for path, frame in frames.items():
             store_frame(frame, path, engine)

@@ -30,7 +30,7 @@ from torchlake.models.folders import base_folder
 from torchlake.preparation.checks import check_metric, check_tables, choose_metric
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
-from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained
+from torchlake.runs.folder import JOB_FILE, RESULT, STOP, differences, find, is_trained
 from torchlake.runs.follow import follow_metrics
 from torchlake.runs.tables import SOURCES, pinned_job, read_options_of, stored_tables
 from torchlake.storage import lease
@@ -125,7 +125,7 @@ def tune(
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     spread = job_engine(wanted, engine).spread
     check_tables(wanted, spread=spread)
-    with lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder)) as mine:
+    with lease.acquire(folder / ".tuning.staging", name=str(folder)) as mine:
         wanted = _claim(folder, wanted, searched, seed, spread)
         base, trained = base_folder(wanted.model.base), is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)

@@ -15,8 +15,6 @@ from torchlake.outputs.staging.state import make_temporary_root
 from torchlake.storage.lease import acquire
 from torchlake.tables.sources import streams
 
-LEASE_S = 60.0
-
 
 @contextmanager
 def spooled(source: Any, output: Path) -> Iterator[Any]:
@@ -31,7 +29,7 @@ def spooled(source: Any, output: Path) -> Iterator[Any]:
     folder = output.with_name(f".{output.name}.input")
     make_temporary_root(folder)
     staging.vacuum(folder)
-    lease = acquire(folder, LEASE_S, name=str(output))
+    lease = acquire(folder, name=str(output))
     try:
         if isinstance(source, list | tuple):
             yield [_stored(one, folder / f"input-{number}.parquet") for number, one in enumerate(source)]
