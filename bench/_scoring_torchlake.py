@@ -57,7 +57,7 @@ def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
     runtime, folder = plugins.load("runtimes", setup["runtime"]), Path(setup["model"])
     task = load_spec(folder).task
     reason = runtime.never.get(task) or runtime.refusal(folder)
-    if runtime.tasks is not None and task not in runtime.tasks:
+    if reason is None and runtime.tasks is not None and task not in runtime.tasks:
         reason = f"it computes {', '.join(runtime.tasks)} only"
     if reason:
         raise Refused(reason)

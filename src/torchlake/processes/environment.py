@@ -4,11 +4,12 @@ Thread counts and device lists (`hardware.visible_devices`) must be set before t
 OpenMP, MKL and CUDA read them once, when their libraries load.
 """
 
+import ctypes
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -19,6 +20,8 @@ from torchlake.progress import NOTEBOOK, in_notebook
 MASTER_FD = "TORCHLAKE_MASTER_FD"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 "For glibc: keep up to 4 GiB of freed memory. By default it asks the kernel for each large tensor again."
+MALLOPT = (-3, -1)
+"The numbers of these two settings in malloc.h; values are ints there."
 SPINS = "2000"
 "How often a thread of GNU's OpenMP looks for work before it sleeps."
 RANK_VARIABLES = (
@@ -39,14 +42,14 @@ def local_environment(
     processes: int, gpus: Sequence[str] | None, rank_variables: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the environment of one of `processes` children on this machine, which share its cores equally."""
-    threads = thread_variables(max(1, cores() // processes))
+    threads = compute_variables(max(1, cores() // processes))
     shown = {PROGRESS: os.environ.get(PROGRESS) or NOTEBOOK} if in_notebook() else {}
     return child_environment({**threads, **shown, **(rank_variables or {})}, gpus)
 
 
-def thread_variables(threads: int) -> dict[str, str]:
-    """Return the thread counts of a child with `threads` cores, and how they wait; what the user set in the environment
-    wins.
+def compute_variables(threads: int) -> dict[str, str]:
+    """Return the thread counts of a child with `threads` cores, how they wait, and ALLOCATOR; what the user set in the
+    environment wins.
 
     OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set. Threads that wait for others
     look for work a moment, then sleep. By default they keep their core busy, so on a busy machine the others wait for
@@ -58,13 +61,22 @@ def thread_variables(threads: int) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in os.environ:
         counts["GOMP_SPINCOUNT"] = SPINS
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    return {name: os.environ.get(name, value) for name, value in counts.items()}
+    return {name: os.environ.get(name, value) for name, value in (counts | ALLOCATOR).items()}
+
+
+def keep_freed_memory() -> None:
+    """Let this process do what ALLOCATOR, which is read at the start only, lets a child do; without glibc, nothing."""
+    with suppress(OSError, AttributeError):
+        set_option = ctypes.CDLL(None).mallopt
+        for number, (name, value) in zip(MALLOPT, ALLOCATOR.items(), strict=True):
+            if name not in os.environ:
+                set_option(number, min(int(value), (1 << 31) - 1))
 
 
 def rank_variables(
     rank: int, *, machines: Sequence[int], master: str, port: int, interface: str | None
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets for `rank` of a group, and ALLOCATOR unless it is set.
+    """Return the variables that torchrun sets for `rank` of a group.
 
     `machines[i]` is the number of the machine that runs rank i; the ranks of a machine are consecutive. They rendezvous
     at `master` and `port`, which this rank reaches through the network `interface`.
@@ -80,7 +92,6 @@ def rank_variables(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "torchlake",  # Lightning and others detect an external launcher by it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
     }
     return variables | ({"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" and interface else {})
 

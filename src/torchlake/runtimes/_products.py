@@ -21,7 +21,7 @@ from torchlake.processes import hardware
 if TYPE_CHECKING:
     import torch
 
-    from torchlake.runtimes._encoder import Linear
+    from torchlake.runtimes._encoder import Apply, Linear
     from torchlake.runtimes._ragged import Multiply
 
 FEW = 64
@@ -93,6 +93,12 @@ def padded_rows(x: "torch.Tensor") -> "torch.Tensor":
     rows = x.reshape(-1, x.shape[-1])
     missing = -len(rows) % (FEW_STEP if len(rows) <= FEW else STEP)
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def padding() -> "Apply":
+    """Return what adds the rows to x (R, I) that each layer of `linear` would add, with the libraries chosen now."""
+    few, many = libraries()
+    return lambda x: padded_rows(x) if (few if len(x) <= FEW else many) == "onednn" else x
 
 
 def linear(layer: "Linear", activation: str = "none") -> "Multiply":

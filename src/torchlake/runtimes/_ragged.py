@@ -39,9 +39,16 @@ class _Block:
 
 
 def make_forward(
-    encoder: Encoder, *, linear: Callable[[Linear], Multiply], feed_forward: Callable[[Layer], Apply]
+    encoder: Encoder,
+    *,
+    linear: Callable[[Linear], Multiply],
+    feed_forward: Callable[[Layer], Apply],
+    pad: Apply = lambda x: x,
 ) -> Forward:
-    """Return the encoder's forward pass on the device of its tensors."""
+    """Return the encoder's forward pass on the device of its tensors.
+
+    `pad` adds the rows to the tokens (T, H) that the products want: else each of them adds these to a copy of its own.
+    """
     import torch
 
     functions = torch.nn.functional
@@ -69,7 +76,7 @@ def make_forward(
             x += functions.embedding(torch.from_numpy(rows.positions).to(device), positions)
             if token_type_ids is not None and encoder.second is not None:
                 x[torch.from_numpy(token_type_ids[attention_mask != 0] == 1).to(device)] += encoder.second
-            x = _normalize(x, norm)
+            x = pad(_normalize(x, norm))
             for block in blocks:
                 inner = block.inner(x, None)
                 if block.first is None:
@@ -132,7 +139,7 @@ def _attend(
     distances: "torch.Tensor | None",
 ) -> "torch.Tensor":
     """Compute attention within each row: keys and values (T, heads, D); queries (T, heads, D), or first
-    tokens' (B, heads, D).
+    tokens' (B, heads, D). T may have rows of padding at its end.
 
     `distances` as in `Encoder`. Returns (T, H) or (B, H).
     """
@@ -153,6 +160,7 @@ def _attend(
             mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
         context[place].view(count, num_queries, heads, depth).copy_(mixed.transpose(1, 2))
         at, begin = end, begin + count * num_queries
+    context[begin:] = 0  # else padding has what was there before, and computing with some numbers is slow
     return context.view(-1, heads * depth)
 
 

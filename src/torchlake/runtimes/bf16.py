@@ -64,7 +64,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     if _packed.is_one(folder, spec):
         return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)
-    return _ragged.make_forward(encoder, linear=_linear, feed_forward=_ragged.fused(encoder, _linear))
+    feed_forward = _ragged.fused(encoder, _linear)
+    return _ragged.make_forward(encoder, linear=_linear, feed_forward=feed_forward, pad=_products.padded_rows)
 
 
 def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multiply:

@@ -53,7 +53,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         up, down = _linear(layer.up), _linear(layer.down, shift=LOWEST[activation])
         return lambda x: down(activate(up(x, None)), x)
 
-    return _ragged.make_forward(encoder, linear=_linear, feed_forward=feed_forward)
+    return _ragged.make_forward(encoder, linear=_linear, feed_forward=feed_forward, pad=_products.padded_rows)
 
 
 def _linear(layer: _encoder.Linear, *, shift: float | None = None) -> _ragged.Multiply:

@@ -28,6 +28,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     encoder = _encoder.read(folder, spec)
     if encoder.distances is not None:
         _packed.check_device("varlen", folder, device)
-    if device != "cpu":
-        encoder = encoder.to(device, torch.bfloat16)
-    return _ragged.make_forward(encoder, linear=linear, feed_forward=_ragged.fused(encoder, linear))
+    feed_forward = _ragged.fused(encoder, linear)
+    if device == "cpu":
+        return _ragged.make_forward(encoder, linear=linear, feed_forward=feed_forward, pad=_products.padding())
+    encoder = encoder.to(device, torch.bfloat16)
+    return _ragged.make_forward(encoder, linear=linear, feed_forward=feed_forward)

@@ -35,7 +35,7 @@ from torchlake.logs import LEVEL
 from torchlake.models import folders
 from torchlake.models.spec import load_spec
 from torchlake.processes.children import Children
-from torchlake.processes.environment import local_environment
+from torchlake.processes.environment import keep_freed_memory, local_environment
 from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import noted_signals
 from torchlake.processes.serialization import pack, unpack
@@ -83,6 +83,7 @@ def run(application: FastAPI, listener: socket.socket, hangups: list[int]) -> in
     service, model = server.service, server.service.model
     log.info("%s (%s, %s): %s", service.name, model.spec.task, model.runtime, address_of(listener))
     server.watched, server.hangups = True, hangups
+    keep_freed_memory()
     gc.freeze()  # libraries stay: a collection that looks at all of torch would stop requests for a third of a second
     asyncio.run(server.serve(sockets=[listener]))
     if server.status == HANGS or server.force_exit:

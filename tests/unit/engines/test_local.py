@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -58,6 +59,37 @@ def test_how_threads_wait_is_the_choice_of_the_user(
         monkeypatch.setenv(name, value)
     made = environment.local_environment(1, None)
     assert (made["OMP_WAIT_POLICY"], made.get("GOMP_SPINCOUNT")) == (policy, spins)
+
+
+def test_children_keep_freed_memory_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, trimmed = environment.ALLOCATOR
+    monkeypatch.delenv(mapped, raising=False)
+    monkeypatch.setenv(trimmed, "0")
+    made = environment.local_environment(1, None)
+    assert (made[mapped], made[trimmed]) == (environment.ALLOCATOR[mapped], "0")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library allocates")
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_process_keeps_freed_memory(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    code = """
+        import resource, sys
+        from torchlake.processes.environment import keep_freed_memory
+        import numpy as np
+
+        if sys.argv[1] == "True":
+            keep_freed_memory()
+        np.ones(5_000_000)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            np.ones(5_000_000)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(keep)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 100) == keep
 
 
 def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,28 @@ def test_libraries_are_chosen_by_the_number_of_rows(
             assert {name for name, number in used if number == rows * length} == {products[kind]}
 
 
+@pytest.mark.parametrize("library", ["onednn", "torch"])
+def test_tokens_are_padded_once_for_all_layers(library: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each layer copies its input to add the rows."""
+    copied: list[int] = []
+    add_rows = _products.padded_rows
+
+    def padded_rows(x: torch.Tensor) -> torch.Tensor:
+        rows = add_rows(x)
+        copied.extend([len(x)] if len(rows) > len(x) else [])
+        return rows
+
+    monkeypatch.setattr(_products, "padded_rows", padded_rows)
+    spec, lengths = load_spec(tiny_model), [30, 30, 21, 9, 1]
+    ids = np.full((len(lengths), max(lengths)), 5, np.int64)
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+    with _products.keeping({"few": library, "many": library}):
+        found = varlen.load(tiny_model, spec, device="cpu")(input_ids=ids, attention_mask=mask)
+    assert [rows for rows in copied if rows > len(lengths)] == ([sum(lengths)] if library == "onednn" else [])
+    expected = eager.load(tiny_model, spec, device="cpu")(input_ids=ids, attention_mask=mask)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_a_class_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hardware.TEST_CPU, "avx1024")
     with pytest.raises(UsageError, match="TORCHLAKE_TEST_CPU is 'avx1024'; it has to be one of avx2, avx2_vnni"):
