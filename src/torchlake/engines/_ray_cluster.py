@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray._private.state import available_resources_per_node
 
 from torchlake.errors import UsageError
-from torchlake.processes.environment import compute_variables
+from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 
 _started: list[str] = []
@@ -49,7 +49,7 @@ class ProcessResources:
     @property
     def variables(self) -> dict[str, str]:
         """Return environment variables for as many threads as CPUs."""
-        return compute_variables(max(1, int(self.cpus)))
+        return thread_variables(max(1, int(self.cpus)))
 
     def count_on(self, nodes: Iterable[Mapping[str, float]]) -> int:
         """Return how many processes fit on these nodes."""

@@ -16,7 +16,7 @@ import ray
 from torchlake.engines._ray_launch import RankJob
 from torchlake.errors import Interrupted, RankFailed, UsageError
 from torchlake.processes.children import Children
-from torchlake.processes.environment import compute_variables, rank_variables
+from torchlake.processes.environment import rank_variables, thread_variables
 from torchlake.processes.ranks import exit_failure, is_crash, to_interrupted
 from torchlake.processes.remote import Driver, rank_environment, reserve_node
 from torchlake.processes.serialization import Failure, to_exception, unpack
@@ -94,7 +94,7 @@ def _run_rank(config: Mapping[str, Any]) -> bytes | None:
     with reserve_node(ray.util.get_node_ip_address(), None) as (own, holder):
         master, port = broadcast_from_rank_zero((own.address, own.port))
         ranks = rank_variables(rank, machines=machines, master=master, port=port, interface=own.interface)
-        variables = compute_variables(max(1, int(job.share.cpus))) | ranks
+        variables = thread_variables(max(1, int(job.share.cpus))) | ranks
         environment, descriptors = rank_environment(variables, holder)
         with Children(grace_s=GRACE_S, **driver.child_options()) as children:
             children.start(rank, "rank", job.payload, environment, descriptors)

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import UsageError
-from torchlake.processes.environment import compute_variables
+from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 
 if TYPE_CHECKING:
@@ -118,14 +118,14 @@ class Session:
         """Return the GPUs that Spark grants to each "task" or "executor"."""
         return float(self.conf(f"spark.{whose}.resource.gpu.amount", "0"))
 
-    def compute_variables(self, threads: int) -> dict[str, str]:
-        """Return `compute_variables` of a process with this number of cores, except those that the user set for
+    def thread_variables(self, threads: int) -> dict[str, str]:
+        """Return the thread counts of a process with this number of cores, except those that the user set for
         executors.
 
         Spark itself sets OMP_NUM_THREADS in its Python workers, which therefore does not say what the user wants.
         """
-        variables = compute_variables(threads)
-        return {name: self.conf(f"spark.executorEnv.{name}", value) for name, value in variables.items()}
+        counts = thread_variables(threads)
+        return {name: self.conf(f"spark.executorEnv.{name}", value) for name, value in counts.items()}
 
     def gpus_needed(self, asked: int | None, several: int = 1) -> int:
         """Return the GPUs that a task has to be granted: by default one, where executors have some that no task is

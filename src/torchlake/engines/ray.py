@@ -40,7 +40,7 @@ from torchlake.engines._ray_cluster import (
 from torchlake.engines._ray_launch import ActorRanks, RankJob
 from torchlake.engines._ray_train import launch_with_torch_trainer
 from torchlake.errors import TableError, UsageError
-from torchlake.processes.environment import compute_variables
+from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import max_processes
 from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
@@ -208,7 +208,7 @@ class Ray(Engine):
         """Apply the worker like `map_frame`, in Ray tasks with one CPU each, for a worker that is quick to make."""
         self.join()
         return frame.map_batches(
-            partial(map_table, pack(partial(_with_threads, compute_variables(1), make_worker))), **_BATCHES
+            partial(map_table, pack(partial(_with_threads, thread_variables(1), make_worker))), **_BATCHES
         )
 
     def frame_schema(self, frame: Any) -> pa.Schema | None:

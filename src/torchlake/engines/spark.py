@@ -88,7 +88,7 @@ class Spark(Engine):
         shared = payload if session.is_connect else session.context.broadcast(payload)
         job = SparkChunkJob(
             session=session,
-            task=ChunkTask(driver=Driver.here(), payload=shared, variables=session.compute_variables(threads)),
+            task=ChunkTask(driver=Driver.here(), payload=shared, variables=session.thread_variables(threads)),
             bundles=bundled(todo, session.slots, len(lanes or [])),
             name=name,
             lanes=lanes,
@@ -125,7 +125,7 @@ class Spark(Engine):
             session=session,
             payload=payload,
             number=number,
-            variables=session.compute_variables(threads) | visible,
+            variables=session.thread_variables(threads) | visible,
             profile=session.profile(1, needed) if needed and shares is None else None,
             name=name,
             stdout_to_stderr=self.stdout_to_stderr,

@@ -31,8 +31,9 @@ RANK_VARIABLES = (
 
 
 def child_environment(variables: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """Return this process's environment without its own rank variables, updated with `gpus` and `variables`."""
-    result = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    """Return ALLOCATOR and this process's environment, without its own rank variables, updated with `gpus` and
+    `variables`."""
+    result = ALLOCATOR | {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     if gpus is not None:
         result["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return {**result, **variables}
@@ -42,14 +43,14 @@ def local_environment(
     processes: int, gpus: Sequence[str] | None, rank_variables: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the environment of one of `processes` children on this machine, which share its cores equally."""
-    threads = compute_variables(max(1, cores() // processes))
+    threads = thread_variables(max(1, cores() // processes))
     shown = {PROGRESS: os.environ.get(PROGRESS) or NOTEBOOK} if in_notebook() else {}
     return child_environment({**threads, **shown, **(rank_variables or {})}, gpus)
 
 
-def compute_variables(threads: int) -> dict[str, str]:
-    """Return the thread counts of a child with `threads` cores, how they wait, and ALLOCATOR; what the user set in the
-    environment wins.
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the thread counts of a child with `threads` cores, and how they wait; what the user set in the environment
+    wins.
 
     OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set. Threads that wait for others
     look for work a moment, then sleep. By default they keep their core busy, so on a busy machine the others wait for
@@ -61,7 +62,7 @@ def compute_variables(threads: int) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in os.environ:
         counts["GOMP_SPINCOUNT"] = SPINS
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    return {name: os.environ.get(name, value) for name, value in (counts | ALLOCATOR).items()}
+    return {name: os.environ.get(name, value) for name, value in counts.items()}
 
 
 def keep_freed_memory() -> None:

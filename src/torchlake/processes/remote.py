@@ -17,10 +17,10 @@ from torchlake.processes.chunk_process import ChunkProcess
 from torchlake.processes.environment import (
     MASTER_FD,
     child_environment,
-    compute_variables,
     interface_of,
     rank_variables,
     reserve_port,
+    thread_variables,
 )
 from torchlake.processes.hardware import visible_devices
 from torchlake.processes.serialization import Failure, to_failure
@@ -126,7 +126,7 @@ def group_variables(nodes: Sequence[Node], threads: int) -> tuple[list[int], lis
     result = []
     for rank, index in enumerate(order):
         node = nodes[index]
-        variables = compute_variables(threads) | rank_variables(
+        variables = thread_variables(threads) | rank_variables(
             rank, machines=machines, master=master.address, port=master.port, interface=node.interface
         )
         if node.gpus:

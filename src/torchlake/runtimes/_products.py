@@ -10,7 +10,7 @@ size of the weights. So x gets rows of zeros up to a multiple of `STEP`: a copy 
 rows, as those of one text, the multiple is smaller, and so are the kernels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -59,6 +59,12 @@ def libraries() -> tuple[str, str]:
     return (_chosen()["few"], _chosen()["many"]) if use_onednn() else ("torch", "torch")
 
 
+def _library_by_rows() -> Callable[[int], str]:
+    """Return what tells the library of a number of rows, as it is chosen now."""
+    few, many = libraries()
+    return lambda rows: few if rows <= FEW else many
+
+
 def _chosen() -> Mapping[str, str]:
     return _kept.get() or hardware.cpu_class().products
 
@@ -97,8 +103,8 @@ def padded_rows(x: "torch.Tensor") -> "torch.Tensor":
 
 def padding() -> "Apply":
     """Return what adds the rows to x (R, I) that each layer of `linear` would add, with the libraries chosen now."""
-    few, many = libraries()
-    return lambda x: padded_rows(x) if (few if len(x) <= FEW else many) == "onednn" else x
+    library = _library_by_rows()
+    return lambda x: padded_rows(x) if library(len(x)) == "onednn" else x
 
 
 def linear(layer: "Linear", activation: str = "none") -> "Multiply":
@@ -135,10 +141,10 @@ def choose_in(model: "torch.nn.Module") -> None:
 
     if not use_onednn():
         return
-    few, many = libraries()
+    library = _library_by_rows()
 
     def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        if (few if x[..., 0].numel() <= FEW else many) == "onednn":
+        if library(x[..., 0].numel()) == "onednn":
             return product(x, layer.weight, layer.bias)
         return torch.nn.functional.linear(x, layer.weight, layer.bias)
 
