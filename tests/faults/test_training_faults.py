@@ -4,6 +4,7 @@ The oracles: an interrupted run ends with the weights of one that was not, byte 
 metrics tell of every step once; nothing hangs; what is left behind is nobody's.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -145,11 +146,27 @@ def test_a_rank_killed_while_it_writes_its_share(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str, recovery: Watch
 ) -> None:
     recovery(tmp_path / "run", 45)
-    done = runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE)
+    done = runs.succeed(
+        tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE, stub=one_checkpoint_first
+    )
     assert done.steps == LAST_STEP
     if hit.endswith(":2"):  # the first checkpoint is complete
         assert "continuing after step 3" in (tmp_path / "run" / "logs" / "rank_1.jsonl").read_text()
     assert_same_run(tmp_path / "run", whole_on_two)
+
+
+def one_checkpoint_first() -> None:
+    """No rank begins its second share before a checkpoint is complete; by itself, only rank 0 waits for that."""
+    from torchlake.checkpoints import format
+
+    write, run, shares = format.write_shard, Path(os.environ[runs.RUN]), itertools.count(1)
+
+    def write_shard(*args: Any) -> None:
+        if next(shares) > 1:
+            wait_for(lambda: runs.checkpoints(run))
+        write(*args)
+
+    format.write_shard = write_shard
 
 
 @pytest.mark.slow
