@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from torchlake.engines._ray_cluster import ProcessResources
 from torchlake.errors import MissingExtra, UsageError, pip_install
+from torchlake.processes.environment import keep_freed_memory
 from torchlake.processes.serialization import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def deploy(
     payload = pack(build)
 
     def make() -> Any:
+        keep_freed_memory()
         (made,) = unpack(payload)
         return made()
 

@@ -21,10 +21,10 @@ from torchlake.engines import DEFAULT_RESOURCES, Engine, ProcessRange, Resources
 from torchlake.engines._frames import map_batches
 from torchlake.engines._spark_chunks import SparkChunkJob, bundled, run_job
 from torchlake.engines._spark_distributor import launch_with_torch_distributor
-from torchlake.engines._spark_frames import arrow_schema, spark_struct
 from torchlake.engines._spark_launch import LaunchJob, launch_on_barrier
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
+from torchlake.engines._spark_types import arrow_schema, spark_struct
 from torchlake.engines.local import Local
 from torchlake.errors import TableError, UsageError
 from torchlake.processes.hardware import assign_gpus, cores, gpus, max_processes, visible_devices

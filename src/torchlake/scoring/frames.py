@@ -102,7 +102,7 @@ def spark_udf(
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
 
-    from torchlake.engines._spark_frames import spark_struct
+    from torchlake.engines._spark_types import spark_struct
 
     settings, spec = _settings(
         model, runtime, null, batch_tokens, text=None, task=task, all_probabilities=all_probabilities, prefix=""
