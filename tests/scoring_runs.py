@@ -65,7 +65,7 @@ def start_predict(options: dict[str, Any], **variables: str) -> subprocess.Popen
 
 def environment(failpoint: str | None, once: Path | None, more: dict[str, str]) -> dict[str, str]:
     """The variables of a process that is to fail once at `failpoint`, which the file `once` then says."""
-    variables = {**os.environ, **more, "TORCHLAKE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **more, "TORCHLAKE_PROGRESS": "0"}
     variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint

@@ -287,7 +287,12 @@ KINDS = {
         sink="hub",
         output=lambda place: f"hf://datasets/{repository(place)}",
         read=read_hub,
-        environment=lambda place: {"HF_ENDPOINT": hub_address(), "HF_HOME": f"{place.folder}/home"},
+        environment=lambda place: {
+            "HF_ENDPOINT": hub_address(),
+            "HF_HOME": f"{place.folder}/home",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        },
         fenced=True,
     ),
     "sqlite": SinkKind(

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.strategies import _native, _split, _weights
+from torchlake.strategies._used_rows import send_used_rows
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -68,6 +69,8 @@ def wrap(
     module = DistributedDataParallel(computed, bucket_cap_mb=train.ddp.bucket_mib, **options)
     if train.ddp.compress != "none":
         module.register_comm_hook(None, HOOKS[train.ddp.compress])
+    elif group.device.type == "cpu":
+        send_used_rows(module)
     _fix_buckets(module)
     return module, make_optimizer(model)
 
