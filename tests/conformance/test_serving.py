@@ -111,7 +111,7 @@ def server(folder_of: Callable[[str], Path], kind: str, runtime: str) -> Iterato
     if reason is not None:
         pytest.skip(f"{runtime}: {reason}")
     if getattr(found, "CALIBRATED", False):
-        numbers = [np.full((4, length), 9 + length, np.int64) for length in (3, 40, 300, LONGEST)]
+        numbers = [np.full((4, length), 9 + at, np.int64) for at, length in enumerate((3, 40, 300, LONGEST))]
         found.prepare(folder, load_spec(folder), [(ids, np.ones_like(ids)) for ids in numbers])
     load: dict[str, Any] = {"runtime": runtime, "task_options": OPTIONS.get(kind)}
     with running(folder, load=load if kind not in HEADS else {**load, "task": kind}) as made:

@@ -2,14 +2,18 @@
 
 zentorch (https://github.com/amd/ZenDNN-pytorch-plugin) rearranges weights and stores them under their addresses in
 memory. Where weights are freed, or exist for one call only as under autocast, others may get their addresses, and
-zentorch then multiplies by the old ones without a warning. So this runtime empties that store before it compiles a
-model, never uses autocast, and compares the compiled model with the unchanged one before it returns any result.
-Cost: 15 to 40 s per process before the first row.
+zentorch then multiplies by the old ones without a warning. If the store is emptied while a model is in use, this model
+computes something else, also without a warning. So this runtime empties the store only when this process has no such
+model, keeps all weights until then, never uses autocast, and compares the compiled model with the unchanged one before
+it returns any result.
+Cost: 15 to 40 s per process before the first row. A process that loads one model after another while an older one is in
+use, such as a server that reloads, keeps the weights of each (2 bytes per parameter).
 """
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -31,6 +35,8 @@ TOKEN_TYPES = True
 AGREEMENT = 0.05
 "The tolerance of outputs, relative to the largest: several times bf16's error, a small part of other weights' error."
 OTHERS = "Use 'bf16', 'varlen' or 'compiled'."
+_in_use: "WeakSet[torch.nn.Module]" = WeakSet()
+_stored: "list[torch.Tensor]" = []
 SMALLEST = {EMBEDS: 0.1}
 "The smallest value that counts as the largest output, by task; else 1. A vector of length 1 has numbers of about 0.1."
 
@@ -73,7 +79,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     eager = _compiler.make_forward(_compiler.outputs_of(model, task), model, spec, device="cpu")
     expected = eager(**batch)
     (model.encoder if spec.task == EMBEDS else model).to(torch.bfloat16)
-    torch.ops.zentorch.zentorch_clear_weight_cache()
+    _keep_stored(model)
     forward = _compiler.make_forward(_compile(model, task), model, spec, device="cpu")
     try:
         outputs = forward(**batch)
@@ -89,6 +95,17 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
             f"unchanged one. {OTHERS}"
         )
     return forward
+
+
+def _keep_stored(model: "torch.nn.Module") -> None:
+    """Keep the weights as long as zentorch's store may have them, and empty the store if no other model uses it."""
+    import torch
+
+    if not len(_in_use):
+        torch.ops.zentorch.zentorch_clear_weight_cache()
+        _stored.clear()
+    _in_use.add(model)
+    _stored.extend(each.data for each in model.parameters())
 
 
 def _compile(model: Any, task: Any) -> _compiler.Compute:

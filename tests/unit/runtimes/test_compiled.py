@@ -77,6 +77,33 @@ def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) ->
         gc.collect()
 
 
+@runs_zentorch
+def test_models_in_use_keep_their_weights_when_another_one_is_loaded(tmp_path: Path) -> None:
+    """As when a server reloads: zentorch computed something else for the older model when its store was emptied."""
+    torch._dynamo.reset()
+    folders = [
+        tiny.build_model(
+            tmp_path / f"model-{seed}", encoder=tiny.build_encoder(tmp_path / f"encoder-{seed}", seed=seed)
+        )
+        for seed in range(3)
+    ]
+    expected = [eager.load(folder, load_spec(folder), device="cpu")(**BATCH) for folder in folders]
+    used = {}
+    # Each one's number, after the numbers of those that are freed before it is loaded.
+    for freed, number in [([], 0), ([], 1), ([0], 2), ([1, 2], 0)]:
+        for each in freed:
+            del used[each]
+        gc.collect()
+        used[number] = zentorch.load(folders[number], load_spec(folders[number]), device="cpu")
+        for each, forward in used.items():
+            difference = np.abs(forward(**BATCH) - expected[each]).max()
+            assert difference <= zentorch.AGREEMENT * np.abs(expected[each]).max(), (number, each)
+    used.clear()
+    del forward
+    gc.collect()
+    assert not len(zentorch._in_use), "the next model empties the store"
+
+
 @pytest.mark.slow
 def test_any_number_of_models_is_compiled_and_none_is_kept(tiny_model: Path) -> None:
     """torch counts compilations by the code of a function, and ends with an error at the ninth."""
