@@ -35,10 +35,12 @@ TOKEN_TYPES = True
 AGREEMENT = 0.05
 "The tolerance of outputs, relative to the largest: several times bf16's error, a small part of other weights' error."
 OTHERS = "Use 'bf16', 'varlen' or 'compiled'."
-_in_use: "WeakSet[torch.nn.Module]" = WeakSet()
-_stored: "list[torch.Tensor]" = []
 SMALLEST = {EMBEDS: 0.1}
 "The smallest value that counts as the largest output, by task; else 1. A vector of length 1 has numbers of about 0.1."
+_in_use: "WeakSet[torch.nn.Module]" = WeakSet()
+"This process's models of this runtime."
+_stored: "list[torch.Tensor]" = []
+"Their weights, and those of models that are freed, since zentorch's store was emptied."
 
 
 def refusal(folder: Path) -> str | None:
@@ -101,7 +103,7 @@ def _keep_stored(model: "torch.nn.Module") -> None:
     """Keep the weights as long as zentorch's store may have them, and empty the store if no other model uses it."""
     import torch
 
-    if not len(_in_use):
+    if not _in_use:
         torch.ops.zentorch.zentorch_clear_weight_cache()
         _stored.clear()
     _in_use.add(model)
