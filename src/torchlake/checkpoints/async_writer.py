@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchlake import distributed
-from torchlake.checkpoints import format, snapshot
+from torchlake.checkpoints import format, retention, snapshot
 from torchlake.checkpoints.shards import Pieces
 from torchlake.checkpoints.snapshot import StateCopy
 from torchlake.checkpoints.store import Draft
@@ -66,7 +66,7 @@ class CheckpointWriter:
             with self._fenced():
                 format.publish(draft, **publish)
                 if keep is not None:
-                    format.prune(draft.store, keep, draft.attempt)
+                    retention.prune(draft.store, keep, draft.attempt)
 
         taken = snapshot.take(kinds) if background else StateCopy(kinds=kinds, copied=None)
         job = _Job(draft=draft, snapshot=taken, publish=make_visible)

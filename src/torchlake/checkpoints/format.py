@@ -2,10 +2,10 @@
 
 Every rank writes one file of each kind, model and optimizer (`shards.py`), with its size and sha256. When all have,
 rank 0 writes the manifest of all files and makes the checkpoint visible in its store, a folder (`store.py`) or a URL
-(`object_store.py`). The previous one is deleted only after that. Files that a crash leaves are not visible, and the
-next start removes them; the sha256 detects disk corruption, and the checkpoint is set aside and reported. Tensors are
-safetensors and the rest is JSON, so reading cannot run code. Cost of a save: the bytes written once and read once, rank
-0's twice, from the page cache. `async_writer.py` does it in the background.
+(`object_store.py`). Only after that are older ones deleted (`retention.py`). Files that a crash leaves are not visible,
+and the next start removes them; the sha256 detects disk corruption, and the checkpoint is set aside and reported.
+Tensors are safetensors and the rest is JSON, so reading cannot run code. Cost of a save: the bytes written once and
+read once, rank 0's twice, from the page cache. `async_writer.py` does it in the background.
 """
 
 import os
@@ -24,7 +24,7 @@ from torchlake import atomic_io
 from torchlake.checkpoints import shards as sharding
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.shards import Pieces, Shards, Tensors
-from torchlake.checkpoints.store import BEST, STATE, Draft, check_owner
+from torchlake.checkpoints.store import BEST, STATE, Draft, check_owner, step_name
 from torchlake.errors import DataError, StorageError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 
@@ -44,12 +44,12 @@ class Checkpoint:
 
 def step_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
     """Return the draft of checkpoint `step` in `place`."""
-    return Draft(store=store, name=_name(step), site="checkpoint", **who)
+    return Draft(store=store, name=step_name(step), site="checkpoint", **who)
 
 
 def best_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
     """Return the draft of the best model, which is that of `step`."""
-    return Draft(store=store, name=f"{BEST}/{_name(step)}", site="best", **who)
+    return Draft(store=store, name=f"{BEST}/{step_name(step)}", site="best", **who)
 
 
 def write_shard(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
@@ -93,25 +93,6 @@ def abandon(draft: Draft) -> None:
     atomic_io.remove([draft.staging])
 
 
-def prune(store: CheckpointStore, keep: int, attempt: str) -> None:
-    """Delete all but the newest `keep` checkpoints, and best models that none of them names.
-
-    Raises StorageError, LeaseLost when the launch `attempt` is no longer the writer.
-    """
-    # Best models go after the checkpoints that name them. After a crash in between, a best model without a name is
-    # removed by the next call; the other way round a checkpoint would name a model that is missing.
-    try:
-        complete = store.list_complete()
-        old, kept = complete[:-keep], complete[-keep:]
-        bests = [best for name in kept if (best := store.read_state(name)["best"]) is not None]
-        named = {f"{BEST}/{_name(best['step'])}" for best in bests}
-        for name in [*old, *(best for best in store.list_complete(BEST) if best not in named)]:
-            failpoint("checkpoint.prune")
-            store.delete(name, attempt)
-    except OSError as error:
-        raise atomic_io.storage_error(error, store.path("")) from error
-
-
 def newest(store: CheckpointStore, attempt: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest complete checkpoint in `store`, verified, and a message for each one that was corrupt.
 
@@ -152,12 +133,12 @@ def open_tensors(path: Path, kind: str) -> Iterator[Shards]:
 
 def best_path(store: CheckpointStore, step: int) -> Path:
     """Return the folder of the best model of `step`, verified. Raises DataError naming a missing or corrupt file."""
-    return store.fetch(f"{BEST}/{_name(step)}", MODEL)
+    return store.fetch(f"{BEST}/{step_name(step)}", MODEL)
 
 
 def step_path(store: CheckpointStore, step: int, kind: str = MODEL) -> Path:
     """Return the folder of checkpoint `step` with its tensors of a kind ("" for all), verified. Raises DataError."""
-    return store.fetch(_name(step), kind)
+    return store.fetch(step_name(step), kind)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
@@ -243,7 +224,3 @@ def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
 
 def _file_name(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}.safetensors" if world_size == 1 else f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"

@@ -226,6 +226,11 @@ class FolderStore:
             yield
 
 
+def step_name(step: int) -> str:
+    """Return the name of checkpoint `step` in its store."""
+    return f"step_{step:08d}"
+
+
 def check_owner(store: "CheckpointStore", attempt: str) -> Owner:
     """Return whose a store is. Raises LeaseLost unless `attempt` is the launch that an external one belongs to."""
     owner = store.read_owner() if store.external else Owner({}, attempt)

@@ -1,5 +1,5 @@
-"""The values of a label column of any Arrow type: their kind, their conversion to numbers, and the moments of
-numbers."""
+"""The values of a label column of any Arrow type: their kind, several labels in a cell (`label_separator`), their
+conversion to numbers, and the moments of numbers."""
 
 import math
 from dataclasses import dataclass

@@ -17,6 +17,10 @@ from torchlake.labels.predictions import THRESHOLD
 from torchlake.metrics import lower_is_better
 from torchlake.models.spec import EMBEDS
 
+MIN_AGREEMENT = 0.99
+"Share of the labels that must be eager's, by default."
+MAX_DROP = 0.005
+"Loss of accuracy that is tolerated by default."
 CLOSE = 1e-3
 "Probabilities that differ by less count as equal; only a label with a near tie can change."
 SAME_NUMBER = 0.05

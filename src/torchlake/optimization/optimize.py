@@ -4,9 +4,9 @@
 
 A candidate is a runtime with a number of threads per process, at its best batch size. It runs in as many processes as
 `predict` would start, so its rows per second are those of `predict`. It is inside the tolerance if no probability
-differs from eager's by more than 0.001, or if min_rate labels agree and, on a labeled sample, the metric does not drop
-by more than allowed; vectors are compared by their cosines. A candidate that crashes, hangs, raises, or does not fit
-into the budget is reported and skipped.
+differs from eager's by more than 0.001, or if `min_agreement` of the labels agree and, on a labeled sample, the metric
+does not drop by more than allowed; vectors are compared by their cosines (`agreement.py`). A candidate that crashes,
+hangs, raises, or does not fit into the budget is reported and skipped.
 Cost: the budget, and the exports of the candidates, which stay in the model folder.
 """
 
@@ -35,6 +35,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
 from torchlake.models.spec import EMBEDS
+from torchlake.optimization.agreement import MAX_DROP, MIN_AGREEMENT
 from torchlake.optimization.candidates import (
     AGREES,
     Bench,
@@ -113,8 +114,8 @@ def optimize(
     *,
     text: str | Sequence[str] | None = None,
     label: str | None = None,
-    max_drop: float = 0.005,
-    min_agreement: float = 0.99,
+    max_drop: float = MAX_DROP,
+    min_agreement: float = MIN_AGREEMENT,
     budget: str | float = "5min",
     runtimes: Sequence[Runtime] | None = None,
     engine: Engine | str | None = None,

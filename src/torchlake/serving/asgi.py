@@ -1,16 +1,13 @@
 """The ASGI app: routes, and in front of them what every request has to pass.
 
-    request id -> token -> room (429) -> body in time and size -> route -> answer or refusal -> headers, log, metrics
+    request id -> admission.py: token, room (429), body -> route -> answer or refusal -> exchange.py: headers, log
 
 A request whose client has gone is cancelled, and dropped from the queue. `host` and `x-forwarded-*` change nothing.
 """
 
 import asyncio
-import hmac
-import logging
 import os
 import re
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,11 @@ from starlette.responses import FileResponse, Response
 from torchlake import plugins
 from torchlake.errors import UsageError
 from torchlake.scoring.in_process import Model, load
+from torchlake.serving.admission import admit, read_body
 from torchlake.serving.exchange import Refused, Route, ServedRequest, as_refused, refusal, reply
 from torchlake.serving.options import ServeOptions
 from torchlake.serving.protocols import hub, openai, rows, tei
 from torchlake.serving.service import Service
-
-log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 OPEN = ("/health", "/ping")
@@ -203,9 +199,10 @@ class Gate:
         service.tasks.add(task)
         watch: asyncio.Task[Any] | None = None
         try:
-            self._admit(path, scope["method"], headers, used)
+            admit(service, headers, open_route=scope["method"] == "GET" and path in self.open)
+            used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
             if scope["method"] == "POST":
-                used.body = await _read(receive, headers, service.options)
+                used.body = await read_body(receive, headers, service.options)
                 watch, receive = asyncio.create_task(_gone(receive, task, used)), _never
             application = self.app if handler is None else await handler(Request(scope))
             await application(scope, receive, answer)
@@ -223,9 +220,7 @@ class Gate:
             refused = as_refused(error, service.hung)
             used.kind = refused.kind
             if refused.status == 500:
-                # Without its message, which may repeat what a row says.
-                frames = "".join(traceback.format_tb(error.__traceback__))
-                log.error("request %s: %s\n%s", used.id.decode(), type(error).__name__, frames)
+                used.log_fault(error)
             refused.__traceback__ = None  # it would keep the model until garbage is collected
             if not used.status:
                 await refusal(path, refused)(scope, receive, answer)
@@ -235,49 +230,6 @@ class Gate:
             if watch is not None:
                 watch.cancel()
             used.record("other" if handler is None else path, scope["method"])
-
-    def _admit(self, path: str, method: str, headers: dict[bytes, bytes], used: ServedRequest) -> None:
-        """Raise Refused for a request without the token, or while there is no room: before its body is read."""
-        options, batcher = self.service.options, self.service.model.batcher
-        if method != "GET" or path not in self.open:
-            if options.api_key is not None:
-                scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-                if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), options.api_key.encode()):
-                    raise Refused(401, "send the header authorization: Bearer KEY")
-            if self.service.hung is not None:
-                raise Refused(503, self.service.hung)
-            if len(self.service.tasks) > options.max_requests:
-                raise Refused(429, f"{options.max_requests:,} requests are in flight (--max-requests)")
-            if batcher.queued_tokens >= options.max_queued_tokens:
-                raise Refused(429, f"{batcher.queued_tokens:,} tokens are waiting (--max-queued-tokens)")
-        if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            raise Refused(501, "transfer-encoding: send the body as it is, or chunked")
-        if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
-            raise Refused(415, "content-encoding: send the body as it is, without compression")
-        used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-
-
-async def _read(receive: Any, headers: dict[bytes, bytes], options: ServeOptions) -> bytes:
-    """Return the body. Raises Refused for one that is too large or takes too long."""
-    limit = options.body_bytes
-    too_large = Refused(413, f"the body is larger than {limit:,} bytes (--max-body)")
-    if int(headers.get(b"content-length", b"0") or 0) > limit:
-        raise too_large
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(options.read_timeout):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                if size > limit:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
-    except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {options.read_timeout:g} seconds") from None
 
 
 async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) -> None:

@@ -1,6 +1,6 @@
-"""One request while it is answered, and the form in which each protocol's clients expect a refusal.
+"""One request while it is answered, what the log says about it, and how each protocol's clients expect a refusal.
 
-A message says which row and field, and never repeats what was sent.
+Neither a message nor the log repeats what was sent: a message says which row and field.
 """
 
 import base64
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torchlake.serving.service import Service
 
-log = logging.getLogger("torchlake.requests")
+log, faults = logging.getLogger("torchlake.requests"), logging.getLogger(__name__)
 
 KINDS = {424: "Backend", 429: "Overloaded", 500: "Backend", 503: "Unhealthy"}
 "TEI's names of errors; Validation for other statuses."
@@ -128,6 +129,11 @@ class ServedRequest:
             names = {"total": seconds, "queue": self.queued_s, "tokenizing": self.reading_s, "model": self.computed_s}
             line |= {f"{name}_ms": round(value * 1e3, 2) for name, value in names.items()}
             log.info(orjson.dumps(line).decode())
+
+    def log_fault(self, error: Exception) -> None:
+        """Write an unexpected error's type and place, without its message, which may repeat what a row says."""
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        faults.error("request %s: %s\n%s", self.id.decode(), type(error).__name__, frames)
 
 
 def parse_json(body: bytes) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io, plugins
-from torchlake.checkpoints import location
+from torchlake.checkpoints import location, retention
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.store import check_owner
 from torchlake.engines import Engine, ProcessRange, process_bounds
@@ -97,7 +97,7 @@ def run_with_restarts(
                 )
             if settings["job"].train.keep_checkpoints is None:
                 check_owner(store, launch)
-                format.prune(store, 1, launch)  # a longer run continues from it
+                retention.prune(store, retention.KEPT_AT_THE_END, launch)
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
         # Neither this nor OutOfMemory counts as a failure: both start again with other settings. Halving ends at one
         # row, with a UsageError.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from torchlake import atomic_io, plugins
-from torchlake.checkpoints import format, location
+from torchlake.checkpoints import format, location, retention
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.distributed import Group
@@ -42,8 +42,6 @@ from torchlake.training.state import TrainProgress, TrainState
 log = logging.getLogger(__name__)
 
 LOSS = "loss"
-KEPT_WHILE_TRAINING = 2
-"Checkpoints that are kept by default: where the newest is damaged, the one before it is used."
 
 
 def save(
@@ -58,7 +56,7 @@ def save(
         format.step_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state)),
         {format.MODEL: state.model_shard(), format.OPTIMIZER: state.optimizer_shard()},
         background=settings.job.train.checkpoint_in_background,
-        keep=settings.job.train.keep_checkpoints or KEPT_WHILE_TRAINING,
+        keep=settings.job.train.keep_checkpoints or retention.KEPT_WHILE_TRAINING,
         state={
             "step": progress.step,
             "epoch": epoch,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchlake import atomic_io
-from torchlake.checkpoints import format, location, shards
+from torchlake.checkpoints import format, location, retention, shards
 from torchlake.checkpoints import store as stores
 from torchlake.checkpoints.store import Draft, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost, Locked
@@ -102,7 +102,7 @@ def test_a_launch_that_was_taken_over_deletes_nothing(store: FolderStore) -> Non
     draft = write(store, 9, "second")
     before = sorted(store.root.rglob("*"))
     for late in (
-        lambda: format.prune(store, 1, "first"),
+        lambda: retention.prune(store, 1, "first"),
         lambda: format.newest(store, "first"),
         lambda: store.set_aside("step_00000006", "first"),
     ):
@@ -110,7 +110,7 @@ def test_a_launch_that_was_taken_over_deletes_nothing(store: FolderStore) -> Non
             late()
         assert sorted(store.root.rglob("*")) == before
     publish(draft)
-    format.prune(store, 1, "second")
+    retention.prune(store, 1, "second")
     assert store.list_complete() == ["step_00000009"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchlake.checkpoints import format, shards, store
+from torchlake.checkpoints import format, retention, shards, store
 from torchlake.checkpoints.store import FolderStore
 from torchlake.errors import DataError, StorageError
 
@@ -27,7 +27,7 @@ def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **mor
     except StorageError:
         format.abandon(draft)
         raise
-    format.prune(folder, keep, "test")
+    retention.prune(folder, keep, "test")
     return draft.path
 
 

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 
-from torchlake.checkpoints import format, location, shards
+from torchlake.checkpoints import format, location, retention, shards
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.object_store import ObjectStore
 from torchlake.checkpoints.store import BEST, RUN, Draft, FolderStore, check_owner
@@ -60,7 +60,7 @@ def save(store: ObjectStore, step: int, attempt: str = "first", *, ranks: int = 
 def test_every_rank_writes_its_own_and_the_newest_comes_back(store: ObjectStore, tmp_path: Path) -> None:
     save(store, 3)
     save(store, 20, ranks=2)
-    format.prune(store, 1, "first")
+    retention.prune(store, 1, "first")
     assert store.list_complete() == ["step_00000020"]
     assert sorted(stored(store)) == [
         "run.json",
@@ -146,7 +146,7 @@ def test_a_launch_that_was_taken_over_deletes_nothing(store: ObjectStore) -> Non
     write(store, 9, "second")
     before = stored(store)
     for late in (
-        lambda: format.prune(store, 1, "first"),
+        lambda: retention.prune(store, 1, "first"),
         lambda: format.newest(store, "first"),
         lambda: store.set_aside("step_00000006", "first"),
         lambda: store.delete("step_00000006", "first"),
@@ -196,7 +196,7 @@ def test_a_store_of_the_version_before_is_continued(store: ObjectStore) -> None:
     assert not any("step_00000012" in name for name in stored(store))
     format.publish(write(store, 9, "second"), state={"step": 9, "best": {"step": 3}})
     assert not store.has_corrupt(), "the step that was set aside was trained again"
-    format.prune(store, 1, "second")
+    retention.prune(store, 1, "second")
     assert {name.split("/")[-3] for name in stored(store) if name.endswith("model.safetensors")} == {
         "step_00000009",
         "step_00000003",

@@ -1,4 +1,7 @@
-"""A row that is written: its prompt, options, and the tokens so far; and how it ends."""
+"""A row that is written: its prompt, options, and the tokens so far; and how it ends.
+
+A stop string stays in the tokens: `tasks/_writing.py` cuts it off the text.
+"""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Check one part of an output: its bytes, pages, columns, and the row ids or keys of its chunks."""
+"""Check one part of an output: its bytes, pages, columns, and the row ids or keys of its chunks; and, in a table, what
+the log says about it."""
 
 import hashlib
 import os
