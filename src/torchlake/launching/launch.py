@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torchlake.engines import Engine, ProcessRange, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.launching import by_name, scripts
+from torchlake.launching import by_name, groups, scripts
 
 Value = TypeVar("Value")
 
@@ -40,7 +40,8 @@ def launch(
     if not callable(target):
         raise UsageError(f"launch takes a function, not {target!r}; for a script or a name, use launch_script.")
     running = as_engine(engine) or Local()
-    value: Value = running.launch(target, *args, processes=processes, gpus_per_process=gpus_per_process)
+    ranks: dict[str, Any] = {"processes": processes, "gpus_per_process": gpus_per_process}
+    value: Value = running.launch(groups.call_holding_groups, target, *args, **ranks)
     return value
 
 

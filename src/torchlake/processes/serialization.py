@@ -25,7 +25,8 @@ import cloudpickle
 from torchlake import errors
 from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
-_OURS = ("torchlake.processes.child", "torchlake.launching.scripts", "torchlake.launching.by_name", "runpy")
+_LAUNCHING = tuple(f"torchlake.launching.{name}" for name in ("groups", "scripts", "by_name"))
+_OURS = ("torchlake.processes.child", *_LAUNCHING, "runpy")
 LOST = -1000
 "Exit code of a process whose machine or executor was lost."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process

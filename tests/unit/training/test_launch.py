@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, RankFailed, UsageError
@@ -22,6 +25,12 @@ def test_a_function_returns_rank_0s_value() -> None:
     assert launch(_place, "a", processes=2) == ("0", "2", "a")
     assert launch(_place, "a", engine=TWO) == ("0", "2", "a")
     assert launch(_place, "a") == ("0", "1", "a")
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_whose_module_outlives_its_group_ends(tmp_path: Path) -> None:
+    """About every second of these rounds would hang."""
+    assert launch(_reduce_in_groups, tmp_path, 8, processes=2) == [3.0] * 8
 
 
 def test_only_functions_are_launched() -> None:
@@ -166,6 +175,22 @@ def _write(path: Path, source: str) -> Path:
 def _place(word: str) -> tuple[str, str, str]:
     assert "pytest" not in sys.argv[0]
     return os.environ["RANK"], os.environ["WORLD_SIZE"], word
+
+
+def _reduce_in_groups(folder: Path, rounds: int) -> list[float]:
+    return [_reduce(dist.FileStore(str(folder / str(number)), 2)) for number in range(rounds)]
+
+
+def _reduce(store: dist.Store) -> float:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(64, 10))
+    model(torch.ones(8, 64)).sum().backward()
+    total = torch.tensor(rank + 1.0)
+    dist.all_reduce(total)
+    value = total.item()
+    dist.destroy_process_group()
+    return value
 
 
 def _refuse() -> None:
