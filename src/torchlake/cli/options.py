@@ -90,7 +90,9 @@ class JobFlags:
     """Options of the commands with a job."""
 
     set: Annotated[Sequence[str], _job("KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")]
-    processes: Annotated[int, _execution("N", "Number of ranks (default: 1).", min=1)]
+    processes: Annotated[
+        int, _execution("N", "Number of ranks (default: one per GPU of this machine; with Spark and Ray, 1).", min=1)
+    ]
 
 
 def declared(*groups: str | type) -> dict[str, tuple[Any, Option]]:

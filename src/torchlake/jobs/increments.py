@@ -7,7 +7,8 @@ of rows and one set of settings: rows of the same table that were scored in anot
 
 If versions only add files, these files are read. If rows were changed or deleted, a change data feed and a key are
 needed: the rows of all changed keys are removed, and those that are still there are scored again. Loose files have no
-versions: the files that no earlier job on this output has read are new.
+versions: the files that no earlier job on this output has read are new. A new row whose key the output has already is
+refused at the commit (`outputs/rewrite.py`).
 """
 
 import os

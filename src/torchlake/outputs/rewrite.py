@@ -1,4 +1,4 @@
-"""Replace rows of a table by key: each file that has some of them is written again without them.
+"""Replace rows of a table by key: each file that has some of them is written again without them. Find repeated keys.
 
 One commit adds the new files and the replacing rows, and removes the old files. Cost: the key column of every file
 whose bounds may have one of the keys, one read and write of the files that have replaced rows, memory for the keys.

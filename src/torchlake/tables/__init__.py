@@ -1,7 +1,8 @@
 """Rows in storage: opening tables, splitting them into chunks, and reading rows.
 
 In: a path, a URL or a frame. Out: chunks of Arrow rows.
-Read `table.py` first, then `plan.py`, `chunks.py` (splitting) and `reading.py` (a chunk's rows).
+Read `table.py` first, then `plan.py`, `chunks.py` (splitting), `selecting.py` (which rows) and `reading.py` (a chunk's
+rows).
 
 sources/       kinds of tables that are read: files, Delta, Iceberg, frames, streams
 selection/     conditions on rows, and what statistics say about them

@@ -29,10 +29,10 @@ from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.grammar import parse
 from torchlake.tables.sources._columns import as_in_table, check_widened
+from torchlake.tables.sources._file_pruning import UNREAD, possible_files
 from torchlake.tables.sources._find import source_of, with_own_names
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
-from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
 
 

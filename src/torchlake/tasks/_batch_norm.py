@@ -1,8 +1,8 @@
 """BatchNorm layers in training.
 
-frozen   they compute with the statistics of the base model, which do not change; scale and shift are trained. A row's
-output
-             does not depend on other rows, so every number of ranks and size of micro-batches gives the same losses.
+    frozen   they compute with the statistics of the base model, which do not change; scale and shift are trained. A
+             row's output does not depend on other rows, so every number of ranks and size of micro-batches gives the
+             same losses.
     batch    they compute with the statistics of the batch, summed over all ranks; a model without statistics needs
              this. Losses are the same on any number of ranks as long as a step is one micro-batch: the rows of a
              micro-batch are those that share statistics. With train.batch_norm=local each rank normalizes by its own

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.tasks._answer_spans import SAMPLE, AnswerEncoder, Rendered
+from torchlake.tasks._assistant_turns import SAMPLE, AnswerEncoder, Rendered
 from torchlake.tasks._chat import check_reasoning
 from torchlake.tasks._rendering import Request, render
 

@@ -5,7 +5,8 @@
     pairs with a number   the cosine of both should be the number
 
 The formulas are those of sentence-transformers' MultipleNegativesRankingLoss and CosineSimilarityLoss. B rows of V
-texts each: the first text, the second, and of triplets the third; vectors have D numbers.
+texts each: the first text, the second, and of triplets the third; vectors have D numbers. How a batch is computed that
+does not fit into memory (GradCache) is in `training/step.py`.
 """
 
 from typing import TYPE_CHECKING, Any

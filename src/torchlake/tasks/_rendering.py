@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any, Literal
 
 from torchlake.errors import DataError
-from torchlake.tasks._answer_spans import Rendered
+from torchlake.tasks._assistant_turns import Rendered
 
 log = logging.getLogger(__name__)
 

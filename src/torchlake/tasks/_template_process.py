@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchlake.tasks._answer_spans import Rendered, Spans, answers_in, turn_end
+from torchlake.tasks._assistant_turns import Rendered, Spans, answers_in, turn_end
 from torchlake.tasks._rendering import MEMORY_BYTES, MOST_CHARACTERS, Request, cpu_seconds
 from torchlake.tasks._tool_calls import Form, find_form, with_form
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from torchlake.config.task_spec import RowOptions
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import Features, text_features
-from torchlake.tasks._answer_spans import AnswerEncoder, Rendered
+from torchlake.tasks._assistant_turns import AnswerEncoder, Rendered
 from torchlake.tasks._chat import (
     Names,
     check_reasoning,

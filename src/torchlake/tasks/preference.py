@@ -36,8 +36,8 @@ from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.folders import base_folder, model_hash
 from torchlake.tables.arrays import is_text
 from torchlake.tasks import ANY, EXTRA, Inputs
-from torchlake.tasks._answer_pairs import tokenize_pairs
 from torchlake.tasks._chat import is_chat, looks_like_chats, names_of
+from torchlake.tasks._preference_pairs import tokenize_pairs
 from torchlake.tasks.text_generation import TextGeneration, documents
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ The device itself decides whether gradients are finite and the step is applied. 
 come back as one vector, which the host reads after it has launched the next step, so the device never runs out of work.
 Cost: what the numbers lead to (a stop, a warning, the end after non-finite steps) comes one step later. The fp16 loss
 scale of a step depends on the outcome of the one before, so with fp16 each step is read before the next.
+
+A loss that couples the rows of a batch is computed from the outputs of all of them (GradCache).
 """
 
 import math

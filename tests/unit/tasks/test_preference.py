@@ -30,7 +30,7 @@ from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.preparation.problem import draft_spec
 from torchlake.tasks import _chunked_loss
-from torchlake.tasks._answer_pairs import tokenize_pairs
+from torchlake.tasks._preference_pairs import tokenize_pairs
 
 TASK = plugins.load("tasks", "preference")
 

@@ -4,7 +4,8 @@
     .torchlake/commit.json   .torchlake/plan.json        the record; `datasets` and the viewer ignore the folder
 
 Parts wait in a folder of this machine, $HF_HOME/torchlake, which workers on other machines must share. The commit names
-its parent, so the Hub refuses it if another one was made since; the record in the repository shows whether it was made.
+its parent, so the Hub refuses it if another one was made since. If the answer to a commit is lost,
+`outputs/transaction.py` looks whether the record in the repository is the commit's.
 """
 
 import json

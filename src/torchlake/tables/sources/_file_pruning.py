@@ -1,4 +1,7 @@
-"""Leave out files without any requested row, by the statistics of a table's log and the values of its partitions."""
+"""Leave out files without any requested row, by the statistics of a table's log and the values of its partitions.
+
+Row groups are left out by the statistics in their files: `tables/selecting.py`.
+"""
 
 from collections import Counter
 from dataclasses import replace
