@@ -25,6 +25,7 @@ from torch.utils.data import DistributedSampler
 
 import tiny
 from torchlake.launching.launch import launch_script
+from torchlake.processes.interrupts import restored_interrupt
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "migration"
@@ -81,7 +82,8 @@ def run_torchrun(python: str, script: Path, *words: object) -> str:
 def run_here(script: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     """The script as `python SCRIPT WORDS` runs it, in this process, which has the session's clusters."""
     monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
-    runpy.run_path(str(script), run_name="__main__")
+    with restored_interrupt():  # Ray Train replaces the handler
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:

@@ -17,6 +17,7 @@ from torchlake.engines._ray_launch import RankJob
 from torchlake.errors import Interrupted, RankFailed, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.environment import rank_variables, thread_variables
+from torchlake.processes.interrupts import restored_interrupt
 from torchlake.processes.ranks import exit_failure, is_crash, to_interrupted
 from torchlake.processes.remote import Driver, rank_environment, reserve_node
 from torchlake.processes.serialization import Failure, to_exception, unpack
@@ -55,7 +56,9 @@ def launch_with_torch_trainer(job: RankJob) -> Any:
             run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=0)),
         )
         try:
-            return unpack(trainer.fit().return_value)
+            # Ray Train leaves its handler in place, for which the first Ctrl-C of a later job ends the process with 0.
+            with restored_interrupt():
+                return unpack(trainer.fit().return_value)
         except (KeyboardInterrupt, Interrupted) as stop:
             raise to_interrupted(stop) from stop
         except SystemExit as stop:  # Ray Train calls sys.exit on SIGINT

@@ -48,6 +48,17 @@ def _answered() -> Iterator[None]:
 
 
 @contextmanager
+def restored_interrupt() -> Iterator[None]:
+    """Handle Ctrl-C after the block as before it, though a library replaces the handler in it."""
+    before, able = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    finally:
+        if able and before is not None:  # None: not set by Python
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def noted_signals(*signals: int) -> Iterator[list[int]]:
     """Yield a list that gets the signals in the block, instead of what they did; no effect outside the main thread."""
     noted: list[int] = []

@@ -39,6 +39,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
         tl.Ray(processes=2, launcher="torch_trainer").launch(_wait, tmp_path)
     thread.join()
     assert caught.value.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     wait_for(lambda: all(gone(pid(tmp_path, rank)) for rank in "01"))
     wait_for(lambda: ray_library.available_resources().get("CPU") == 2)
 
