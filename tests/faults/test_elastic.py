@@ -29,7 +29,7 @@ class Widening(tl.Local):
         super().__init__(processes=(1, 2))
         self.metrics = run / "metrics.jsonl"
 
-    def capacity(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+    def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
         trained = self.metrics.read_text().count('"loss"') if self.metrics.exists() else 0
         return most if trained >= STOPPED_AT - 1 else 1
 
