@@ -93,11 +93,14 @@ def stops_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def go_on_when(happened: Path) -> threading.Thread:
-    """Let the stopped rank go on once there is a file `happened`."""
+    """Let the stopped rank go on once there is a file `happened` in its run folder."""
 
     def stopped() -> list[psutil.Process]:
-        children = psutil.Process().children(recursive=True)
-        return [process for process in children if process.status() == psutil.STATUS_STOPPED]
+        def opens(one: psutil.Process) -> bool:
+            return any(Path(file.path).is_relative_to(happened.parent) for file in one.open_files())
+
+        found = [one for one in psutil.process_iter(["status"]) if one.info["status"] == psutil.STATUS_STOPPED]
+        return [*filter(opens, found)]
 
     def wait() -> None:
         wait_for(lambda: happened.exists() and stopped(), seconds=200)
