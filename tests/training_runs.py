@@ -141,13 +141,14 @@ def attempt(
     folds: int | None = None,
     task: Any = None,
     on_step: Callable[[dict[str, Any]], Any] | None = None,
+    page: bool = False,
     **environment: str,
 ) -> Attempt:
     """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
 
     `task` and `on_step`, of modules that can be imported, are those of `train`. `failpoint` ("site:nth:action") breaks
-    it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level function, is called first. The
-    rows of the validation get no page, a seventh of the time of such runs; `unit/evaluation` has tests of it.
+    it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level function, is called first. Only with
+    `page` do the rows of the validation get a page, a seventh of the time of such runs.
     """
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)
@@ -156,7 +157,7 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    given = {"overrides": overrides, "folds": folds, "task": task, "on_step": on_step}
+    given = {"overrides": overrides, "folds": folds, "task": task, "on_step": on_step, "page": page}
     arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, str(out))
     process = forked.start(_train, *arguments, environment={**os.environ, **variables})
     try:
@@ -220,7 +221,8 @@ def _train(
     import torchlake as tl
     from torchlake.evaluation import held_out
 
-    held_out.write_page = lambda *_: {}
+    if not given.pop("page"):
+        held_out.write_page = lambda *_: {}
     if sigterm_at is not None:
         _send_sigterm_at(*sigterm_at.split(":"))
     if stub is not None:

@@ -111,9 +111,10 @@ def test_a_kill_while_something_is_written(
     The quick test of a checkpoint is the one below.
     """
     recovery(tmp_path / "run", 45)
-    killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9")
+    page = hit.startswith("evaluation")
+    killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9", page=page)
     assert killed.exit_code == -signal.SIGKILL
-    runs.succeed(tmp_path / "run", sections)
+    runs.succeed(tmp_path / "run", sections, page=page)
     assert_same_run(tmp_path / "run", whole)
 
 

@@ -108,11 +108,11 @@ def test_a_page_that_cannot_be_written_leaves_the_run_complete(
 @pytest.mark.parametrize("site", ["evaluation.rows.rename", "evaluation.facts.rename"])
 def test_a_run_that_is_killed_at_its_page_writes_the_same(tmp_path: Path, site: str) -> None:
     sections = sections_of("token_classification", tmp_path)
-    runs.succeed(tmp_path / "whole", sections)
-    killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{site}:1:kill9")
+    runs.succeed(tmp_path / "whole", sections, page=True)
+    killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{site}:1:kill9", page=True)
     assert killed.exit_code
     assert not (tmp_path / "run/result.json").exists()
-    runs.succeed(tmp_path / "run", sections)
+    runs.succeed(tmp_path / "run", sections, page=True)
     (one, first), (other, second) = page_of(tmp_path / "whole"), page_of(tmp_path / "run")
     assert (first, one["metrics"], one["sections"]) == (second, other["metrics"], other["sections"])
     assert sorted(path.name for path in (tmp_path / "run/eval").iterdir()) == ["eval.html", "eval.json", "rows.parquet"]
