@@ -194,7 +194,7 @@ def test_a_renderer_that_something_else_ended_is_started_again() -> None:
     rendered(made, column(CHAT))
     assert _rendering._renderer is not None
     first = _rendering._renderer.process
-    first.send_signal(signal.SIGKILL)
+    os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert rendered(made, column(CHAT))[0].to_pylist() == ["fine"]
     assert _rendering._renderer.process.pid != first.pid
