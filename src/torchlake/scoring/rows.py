@@ -182,7 +182,9 @@ class RowReader:
             options = {}
             if self.settings.prompts.examples:
                 inputs["text"] = with_examples(inputs["text"], self.settings.prompts)
-        rows = np.setdiff1d(np.arange(len(table)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
+        rows = np.arange(len(table))
+        if errors:
+            rows = np.setdiff1d(rows, np.fromiter(errors, dtype=np.int64, count=len(errors)))
         made = self.task.features(rows_of(inputs, rows), self.processor, self.spec, **options)
         if made.errors:
             errors |= {int(rows[row]): reason for row, reason in made.errors.items()}

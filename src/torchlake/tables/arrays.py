@@ -65,6 +65,8 @@ def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
 
 def nulls_as_empty(texts: pa.Array) -> pa.Array:
     """Replace nulls by the empty string."""
+    if not texts.null_count:
+        return texts
     return pc.fill_null(texts, from_strings([""]).cast(texts.type)[0])  # a Python value would import pandas
 
 

@@ -132,8 +132,8 @@ class FeatureExtraction(Task):
             made[ids] = text_features(_tokens.tokenize(processor, texts, spec.max_length))
         return Features(
             arrays={ids: each.arrays[INPUT_IDS] for ids, each in made.items()},
-            lengths=np.sum([each.lengths for each in made.values()], axis=0),
-            cut=np.sum([each.cut for each in made.values()], axis=0),
+            lengths=np.add.reduce([each.lengths for each in made.values()]),
+            cut=np.add.reduce([each.cut for each in made.values()]),
         )
 
     def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:

@@ -38,7 +38,7 @@ class Answered:
 def read(scorer: Scorer, given: Sequence[GivenRows]) -> list[Call]:
     """Tokenize the rows of calls with equal options and schemas; return for each the call that is computed.
 
-    Beside the tokenizer, reading a call costs 0.3 ms of CPU, and reading several together costs no more.
+    Beside the tokenizer, reading a call costs 0.1 ms of CPU, and reading several together costs no more.
     """
     view = given[0].view
     reader = scorer.reader if view is AS_LOADED else reader_of(scorer.reader, view)
