@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,15 +234,18 @@ def test_memory_files_and_threads_stay_the_same_under_mixed_load(
     with load(port, lambda response, rows: True) as counts:
         for seconds, requests in ((0, WARM), (MIXED_S, 0)):
             at, ends = 0, time.monotonic() + seconds
+            # A model that is being loaded beside another one takes memory, too: the lowest of two rounds of reloads.
+            memory = deque[int](maxlen=20)
             while time.monotonic() < ends or at < 40 or counts.total() < requests:
                 trouble(at)
+                memory.append(server.memory_info().rss)
                 at += 1
-            found.append((server.memory_info().rss, server.num_fds(), server.num_threads()))
-    (memory, files, threads), (memory_then, _, _) = found
+            found.append((min(memory), server.num_fds(), server.num_threads()))
+    (memory_before, files, threads), (memory_then, _, _) = found
     assert set(counts) == {True}
     # A model that is being replaced has threads of its own for a moment.
     until(lambda: server.num_threads() <= threads + 4 and server.num_fds() <= files, within=120)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-2000:]
-    assert memory_then < 1.1 * memory, found
+    assert memory_then < 1.1 * memory_before, found
