@@ -88,6 +88,11 @@ def run_block(block: Block, namespace: dict[str, Any], places: Mapping[str, str]
         path = Path(block.file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+        if path.name == ".pyiceberg.yaml":
+            from pyiceberg import catalog
+            from pyiceberg.utils.config import Config
+
+            catalog._ENV_CONFIG = Config()  # else read once, when pyiceberg is imported
     elif block.language == "python":
         exec(compile(text, f"{block.page}:{block.line}", "exec"), namespace)
     elif block.language == "bash":
