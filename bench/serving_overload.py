@@ -1,9 +1,9 @@
 """Does a server that gets twice the requests that it can answer still answer as many, and refuse the others at once?
 
 MiniLM, reviews, one text a request to /embed, fp32, one thread, room for 64 requests (--max-requests). Twice as many
-requests as 64 clients get answered are sent at fixed times: on connections that are used again, as HTTP clients with a
+requests as 63 clients get answered are sent at fixed times: on connections that are used again, as HTTP clients with a
 session do, or each on a new one, in both the clients' load and the overload. `goodput` are the answers in a second, and
-for a second of the server's CPU, `most` those of 64 clients: on a busy machine only the latter say something.
+for a second of the server's CPU, `most` those of 63 clients: on a busy machine only the latter say something.
 `p99 idle`: /health at the same times before it, which shows the waits that the machine itself makes. `bound`: the time
 in which `most` answers the requests for which there is room.
 """
@@ -90,7 +90,7 @@ class Connections:
 
 
 async def in_turn(connections: Connections, requests: list[bytes], for_s: float) -> int:
-    """Let as many clients as there is room for send a request after the other; return the number of answers."""
+    """Let one client less than there is room for send a request after the other; return the number of answers."""
     ends, at, statuses = time.perf_counter() + for_s, count(), []
 
     async def client() -> None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from huggingface_hub import constants
+from pyiceberg import catalog
 from transformers import AutoModelForSequenceClassification
 
 import fake_endpoint
@@ -176,6 +177,7 @@ ADDED = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, tiny_gpt2: Path) -> Path:
     """The current folder, with models under the names that the pages use."""
+    monkeypatch.setattr(catalog, "_ENV_CONFIG", catalog._ENV_CONFIG)  # a page may write another one
     for name in ("roberta-base", "roberta-large"):
         shutil.copytree(tiny_roberta, tmp_path / name)
     shutil.copytree(tiny_gpt2, tmp_path / "gpt2")

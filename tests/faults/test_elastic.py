@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def go_on_when(happened: Path) -> threading.Thread:
 
     def stopped() -> list[psutil.Process]:
         def opens(one: psutil.Process) -> bool:
-            return any(Path(file.path).is_relative_to(happened.parent) for file in one.open_files())
+            with suppress(psutil.Error):  # another user's, or it has ended
+                return any(Path(file.path).is_relative_to(happened.parent) for file in one.open_files())
+            return False
 
         found = [one for one in psutil.process_iter(["status"]) if one.info["status"] == psutil.STATUS_STOPPED]
         return [*filter(opens, found)]

@@ -49,7 +49,9 @@ def _answered() -> Iterator[None]:
 
 @contextmanager
 def restored_interrupt() -> Iterator[None]:
-    """Handle Ctrl-C after the block as before it, though a library replaces the handler in it."""
+    """Handle Ctrl-C after the block as before it, though a library replaces the handler in it; no effect outside the
+    main thread.
+    """
     before, able = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
     try:
         yield

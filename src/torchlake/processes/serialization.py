@@ -52,7 +52,8 @@ def pack(*values: Any) -> bytes:
         try:
             return bytes(cloudpickle.dumps(values))
         except Exception as error:
-            name = getattr(values[0], "__qualname__", reprlib.repr(values[0]))
+            users = [one for one in values if getattr(one, "__module__", None) not in _OURS]
+            name = getattr(users[0], "__qualname__", reprlib.repr(users[0]))
             raise UsageError(
                 f"{name} cannot be sent to another process: {error}. "
                 "Pass plain values and file names, and open sessions, files and locks inside the function."

@@ -3,8 +3,8 @@
     HTTP -> limits, token -> rows or texts -> one thread that computes what has arrived -> answers by orjson
 
 In: a model folder; requests as MLflow, Text Embeddings Inference or OpenAI define them. Out: the columns of `predict`,
-or what those clients expect. Read `batching.py` first, then `asgi.py`; `admission.py`
-refuses what is too much.
+or what those clients expect. Read `batching.py` first, then `asgi.py`; `admission.py` has
+the token and the limits.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Who is answered: the token, the limits that refuse a request (429, 408, 413, 501, 415), and the body within them.
+"""Who is answered: the token, the limits that refuse a request, and the body within them.
 
 Limits on headers and connections are in `connections.py`, that on rows in `exchange.py`.
 """
@@ -15,12 +15,15 @@ from torchlake.serving.service import Service
 
 
 def admit(service: Service, headers: dict[bytes, bytes], *, open_route: bool) -> None:
-    """Raise Refused for a request without the token, or while there is no room: before its body is read.
+    """Raise Refused, before the body is read, for a request without the token (401), while the model hangs (503) or
+    there is no room (429), and for a body that is coded (501, 415).
 
     An open route needs no token, and always has room.
     """
     if not open_route:
         _check_token(service.options, headers)
+        if service.hung is not None:
+            raise Refused(503, service.hung)
         _check_room(service)
     if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
         raise Refused(501, "transfer-encoding: send the body as it is, or chunked")
@@ -38,8 +41,6 @@ def _check_token(options: ServeOptions, headers: dict[bytes, bytes]) -> None:
 
 def _check_room(service: Service) -> None:
     options, waiting = service.options, service.model.batcher.queued_tokens
-    if service.hung is not None:
-        raise Refused(503, service.hung)
     if len(service.tasks) > options.max_requests:
         raise Refused(429, f"{options.max_requests:,} requests are in flight (--max-requests)")
     if waiting >= options.max_queued_tokens:
@@ -47,7 +48,7 @@ def _check_room(service: Service) -> None:
 
 
 async def read_body(receive: Any, headers: dict[bytes, bytes], options: ServeOptions) -> bytes:
-    """Return the body. Raises Refused for one that is too large or takes too long."""
+    """Return the body. Raises Refused for one that is too large (413) or takes too long (408), and ClientDisconnect."""
     limit = options.body_bytes
     too_large = Refused(413, f"the body is larger than {limit:,} bytes (--max-body)")
     if int(headers.get(b"content-length", b"0") or 0) > limit:

@@ -2,7 +2,7 @@
 
     request id -> admission.py: token, room (429), body -> route -> answer or refusal -> exchange.py: headers, log
 
-A request whose client has gone is cancelled, and dropped from the queue. `host` and `x-forwarded-*` change nothing.
+A request whose client has gone is canceled, and dropped from the queue. `host` and `x-forwarded-*` change nothing.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """One request while it is answered, what the log says about it, and how each protocol's clients expect a refusal.
 
-Neither a message nor the log repeats what was sent: a message says which row and field.
+Neither a message nor the log repeats what was sent, but the log the request's id: a message says which row and field.
 """
 
 import base64

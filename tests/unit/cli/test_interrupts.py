@@ -17,7 +17,7 @@ import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
 from torchlake.jobs import table_job
 from torchlake.outputs.parts import Part
-from torchlake.processes.interrupts import STOPPING, announce_interrupt
+from torchlake.processes.interrupts import STOPPING, announce_interrupt, restored_interrupt
 
 SCRIPT = """
 import threading
@@ -154,3 +154,11 @@ def test_a_training_on_a_terminal_saves_at_the_first_and_is_aborted_by_the_secon
 
 def flat_of(section: Any) -> list[tuple[str, Any]]:
     return [(name, json.dumps(value)) for name, value in section.items()]
+
+
+def test_a_handler_that_a_library_leaves_is_replaced_by_the_one_before() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="failed"), restored_interrupt():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise ValueError("failed")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -33,13 +33,13 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
             wait_for((tmp_path / f"{rank}.pid").exists, seconds=100)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread, before = threading.Thread(target=interrupt), signal.getsignal(signal.SIGINT)
     thread.start()
     with pytest.raises(Interrupted) as caught:
         tl.Ray(processes=2, launcher="torch_trainer").launch(_wait, tmp_path)
     thread.join()
     assert caught.value.exit_code == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     wait_for(lambda: all(gone(pid(tmp_path, rank)) for rank in "01"))
     wait_for(lambda: ray_library.available_resources().get("CPU") == 2)
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import textwrap
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,42 @@ def test_a_function_returns_rank_0s_value() -> None:
 def test_a_loop_whose_module_outlives_its_group_ends(tmp_path: Path) -> None:
     """About every second of these rounds would hang."""
     assert launch(_reduce_in_groups, tmp_path, 8, processes=2) == [3.0] * 8
+
+
+@pytest.mark.timeout(120)
+def test_a_script_whose_module_is_global_ends(tmp_path: Path) -> None:
+    script = _write(
+        tmp_path / "train.py",
+        """
+        import os, torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(64, 10))
+
+        def train():
+            model(torch.ones(8, 64)).sum().backward()
+
+        train()
+        total = torch.ones(())
+        dist.all_reduce(total)
+        assert total.item() == 2
+        dist.destroy_process_group()
+        """,
+    )
+    assert launch_script(str(script), engine=TWO) is None
+
+
+def test_a_function_that_cannot_travel_is_named() -> None:
+    lock = threading.Lock()
+
+    def guarded() -> None:
+        with lock:
+            pass
+
+    with pytest.raises(UsageError, match="guarded cannot be sent to another process"):
+        launch(guarded, processes=2)
 
 
 def test_only_functions_are_launched() -> None:
