@@ -52,8 +52,8 @@ def pack(*values: Any) -> bytes:
         try:
             return bytes(cloudpickle.dumps(values))
         except Exception as error:
-            users = [one for one in values if getattr(one, "__module__", None) not in _OURS]
-            name = getattr(users[0], "__qualname__", reprlib.repr(users[0]))
+            users = next((one for one in values if getattr(one, "__module__", None) not in _OURS), values[0])
+            name = getattr(users, "__qualname__", reprlib.repr(users))
             raise UsageError(
                 f"{name} cannot be sent to another process: {error}. "
                 "Pass plain values and file names, and open sessions, files and locks inside the function."

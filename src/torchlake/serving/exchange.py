@@ -1,6 +1,6 @@
 """One request while it is answered, what the log says about it, and how each protocol's clients expect a refusal.
 
-Neither a message nor the log repeats what was sent, but the log the request's id: a message says which row and field.
+A message says which row and field, and never repeats what was sent; of that the log has the request's id alone.
 """
 
 import base64
