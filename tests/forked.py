@@ -235,7 +235,13 @@ def _fork_children() -> None:
 
     _forking = True
     children.start_python = _start_child  # type: ignore[assignment]
-    children.wait_for_end = Process.wait_for_end  # type: ignore[assignment]
+    real = children.wait_for_end
+
+    def wait_for_end(process: Any) -> None:
+        """Wait for a fork; for a process that another module starts, too, which may import this function only now."""
+        Process.wait_for_end(process) if isinstance(process, Process) else real(process)
+
+    children.wait_for_end = wait_for_end
     _rendering.start_process = _start_renderer  # type: ignore[assignment]
 
 
