@@ -139,8 +139,8 @@ def test_a_kill_while_something_is_written_beside_the_training(
 @pytest.mark.parametrize(
     "hit",
     sweep(
-        ["checkpoint.model.write:2", "checkpoint.note.rename:2", "checkpoint.verify:1"],
-        quick=["checkpoint.note.rename:2"],
+        ["checkpoint.model.write:2", "checkpoint.note.rename:2", "checkpoint.verify:1", "run.validation.rename:1"],
+        quick=["checkpoint.note.rename:2", "run.validation.rename:1"],
     ),
 )
 def test_a_rank_killed_while_it_writes_its_share(

@@ -108,11 +108,15 @@ def claim(folder: Path, job: Job) -> None:
             atomic_io.remove([folder / RESULT])  # before the job is stored: a crash between them loses nothing
     elif _differences(before, job):
         atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
-    # Left by a killed run; its writer held the lease that this process holds now.
-    left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
-    atomic_io.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
+    remove_half_written(folder)
     atomic_io.remove([folder / STOP])
     atomic_io.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what killed writers left; they held the lease that this process holds."""
+    left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
+    atomic_io.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
 
 
 def _conflict(folder: Path, job: Job) -> str | None:

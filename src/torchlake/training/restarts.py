@@ -112,6 +112,7 @@ def run_with_restarts(
             if len(failed) > max_restarts:
                 raise _out_of_restarts(failed, max_restarts, store, run, error) from error
             log.warning("%s; starting again", failed[-1])
+            folder.remove_half_written(run)
 
 
 def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
