@@ -9,6 +9,7 @@ For training, in fp32 or in bf16:
 The three products of a linear layer, at the shapes of MiniLM and of roberta-base, on one core: forward, the gradient of
 the input, the gradient of the weight. oneDNN takes the weight plain or packed; training changes it at every step, so
 packing is counted in. Then whole training steps of MiniLM. The contenders take turns; the best of the rounds counts.
+A CPU without products of bf16 numbers would emulate them, for seconds each: there they are left out.
 """
 
 import os
@@ -28,6 +29,7 @@ from _scoring_torchlake import prepare, score_texts, settings_of
 from torch import nn
 from torch.nn import functional
 
+from torchlake.processes import hardware
 from torchlake.runtimes import _products
 from torchlake.scoring.scorer import Scorer
 
@@ -189,11 +191,13 @@ def main() -> None:
         operations = 2e-9 * options.tokens * inputs * outputs
         with torch.no_grad():
             for name, ways in products(options.tokens, inputs, outputs).items():
+                if not hardware.supports_bf16():
+                    del ways["bf16"]
                 seconds = best(ways, options.rounds)
                 rates = {f"{way}_gflops": operations / one for way, one in seconds.items()}
                 rows.append({"name": f"{name}, {inputs} to {outputs}", **rates})
     if not options.scoring:
-        steps = {kind: trained(kind) for kind in ("mkl", "onednn", "bf16")}
+        steps = {kind: trained(kind) for kind in ("mkl", "onednn", "bf16")[: 3 if hardware.supports_bf16() else 2]}
         seconds = best(steps, options.rounds // 2)
         rows.append({"name": "training step", **{f"{kind}_seconds": one for kind, one in seconds.items()}})
     note = (

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("deberta", "deberta-v2")
 
+_Places = tuple["torch.Tensor", slice]
+"For each two tokens of a row, (L, L), the place of their distance in this part of a table."
+
 
 def refusal(config: Mapping[str, Any]) -> str | None:
     """Return why a model of these types, with this config.json, cannot be computed, or None."""
@@ -39,8 +42,13 @@ def attach(body: Any, rows: ContextVar[PackedRows]) -> None:
         for layer in encoder.layer:
             module = layer.attention.self
             module.forward = partial(_attend, module, rows, *_tables(module, embeddings))
-    # Neither is read: both would be as large as the square of the batch's tokens.
-    encoder.get_rel_pos = lambda *_: None
+
+    def places(*_: Any) -> "list[tuple[_Places, _Places]]":
+        half = 0 if embeddings is None else len(embeddings) // 2
+        return [_places(length, half, module) for _, length in rows.get().length_groups]
+
+    # Each layer is given the places. transformers' own, and its mask, are as large as the square of the batch's tokens.
+    encoder.get_rel_pos = places
     encoder.get_attention_mask = lambda mask: mask
 
 
@@ -62,6 +70,22 @@ def _tables(module: Any, embeddings: "torch.Tensor | None") -> "tuple[torch.Tens
     return found[0], found[1]
 
 
+def _places(length: int, half: int, module: Any) -> "tuple[_Places, _Places]":
+    """Return where tables of 2 S = 2 `half` distances, from -S to S - 1, have those of the tokens of a row: i - j and
+    j - i. Those beyond are as far as these.
+    """
+    import torch
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    at = torch.arange(length)
+    distances, buckets = at[:, None] - at, getattr(module, "position_buckets", -1)
+    if buckets > 0:
+        distances = make_log_bucket_position(distances, buckets, module.max_relative_positions).long()
+    places = ((sign * distances + half).clamp(0, max(0, 2 * half - 1)) for sign in (1, -1))
+    first, second = ((each - (lowest := int(each.min())), slice(lowest, int(each.max()) + 1)) for each in places)
+    return first, second
+
+
 def _attend(
     module: Any,
     rows: ContextVar[PackedRows],
@@ -69,6 +93,7 @@ def _attend(
     by_key: "torch.Tensor | None",
     hidden_states: "torch.Tensor",
     *_: Any,
+    relative_pos: "list[tuple[_Places, _Places]]",
     **__: Any,
 ) -> "tuple[torch.Tensor, None]":
     """Return the contexts (1, T, H) of the states (1, T, H), as the module's own forward pass does."""
@@ -82,34 +107,25 @@ def _attend(
         projections = (module.query_proj, module.key_proj, module.value_proj)
         query, key, value = (each(hidden_states).unflatten(-1, (heads, -1)) for each in projections)
     scale = (query.shape[-1] * (1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type))) ** -0.5
-    query, context, at = query * scale, torch.empty_like(query), 0
-    for count, length in rows.get().length_groups:
+    context, at = torch.empty_like(query), 0
+    for (count, length), (ahead, back) in zip(rows.get().length_groups, relative_pos, strict=True):
         end = at + count * length
         q, k, v = (part[0, at:end].unflatten(0, (count, length)).transpose(1, 2) for part in (query, key, value))
-        scores = q @ k.transpose(-1, -2)
-        places = torch.arange(length)
-        distances = places[:, None] - places
-        if by_query is not None:
-            scores += _by_distance(q, by_query, distances, module)
+        added = None if by_query is None else _by_distance(q, by_query, ahead)
         if by_key is not None:
-            scores += _by_distance(k * scale, by_key, -distances, module).transpose(-1, -2)
-        mixed = torch.softmax(scores, dim=-1) @ v
+            others = _by_distance(k, by_key, back).transpose(-1, -2)
+            added = others if added is None else added.add_(others)
+        added = None if added is None else added.mul_(scale)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
         context[0, at:end].unflatten(0, (count, length)).copy_(mixed.transpose(1, 2))
         at = end
     return context.flatten(2), None
 
 
-def _by_distance(x: "torch.Tensor", table: "torch.Tensor", distances: "torch.Tensor", module: Any) -> "torch.Tensor":
-    """Return x_a T_(d_ab) as (B, heads, L, L), of x (B, heads, L, D), the table T (heads, 2 S, D) and distances (L, L).
-
-    The table has the distances from -S to S - 1; those beyond are as far as these.
-    """
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
-
-    half, buckets = table.shape[1] // 2, getattr(module, "position_buckets", -1)
-    if buckets > 0:
-        distances = make_log_bucket_position(distances, buckets, module.max_relative_positions).long()
-    places = (distances + half).clamp(0, 2 * half - 1)
-    first, last = int(places.min()), int(places.max())
-    products = x @ table[:, first : last + 1].to(x.dtype).transpose(-1, -2)
-    return products.gather(-1, (places - first).expand(*x.shape[:2], -1, -1))
+def _by_distance(x: "torch.Tensor", table: "torch.Tensor", places: "_Places") -> "torch.Tensor":
+    """Return x_a T_(d_ab) as (B, heads, L, L), of x (B, heads, L, D) and the table T (heads, distances, D)."""
+    at, part = places
+    # One product for each head, with the tokens of all rows: else the table would be copied for each row.
+    products = x.transpose(0, 1).flatten(1, 2) @ table[:, part].to(x.dtype).transpose(-1, -2)
+    by_row: torch.Tensor = products.unflatten(1, (x.shape[0], x.shape[2]))
+    return by_row.gather(-1, at.expand(*by_row.shape[:2], -1, -1)).transpose(0, 1)
