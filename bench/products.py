@@ -197,7 +197,7 @@ def main() -> None:
                 rates = {f"{way}_gflops": operations / one for way, one in seconds.items()}
                 rows.append({"name": f"{name}, {inputs} to {outputs}", **rates})
     if not options.scoring:
-        steps = {kind: trained(kind) for kind in ("mkl", "onednn", "bf16")[: 3 if hardware.supports_bf16() else 2]}
+        steps = {kind: trained(kind) for kind in ("mkl", "onednn", *(("bf16",) if hardware.supports_bf16() else ()))}
         seconds = best(steps, options.rounds // 2)
         rows.append({"name": "training step", **{f"{kind}_seconds": one for kind, one in seconds.items()}})
     note = (

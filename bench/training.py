@@ -148,9 +148,8 @@ def measure(contenders: list[Contender], setup: dict[str, Any], rounds: int) -> 
     for _ in range(rounds):
         for number, contender in enumerate(contenders):
             run = torchlake if contender.kind == "torchlake" else peer
-            result = {"reason": hardware.bf16_refusal()} if contender.asks_bf16() else {}
-            if result.get("reason") is None:
-                result = run(contender, setup)
+            refusal = hardware.bf16_refusal() if contender.asks_bf16() else None
+            result = {"reason": refusal} if refusal else run(contender, setup)
             print(f"  {contender.name}, {contender.ranks} rank(s): {result}", file=sys.stderr)
             if number not in best or result.get("seconds", 1e9) < best[number].get("seconds", 1e9):
                 best[number] = result

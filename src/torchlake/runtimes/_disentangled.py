@@ -81,9 +81,13 @@ def _places(length: int, half: int, module: Any) -> "tuple[_Places, _Places]":
     distances, buckets = at[:, None] - at, getattr(module, "position_buckets", -1)
     if buckets > 0:
         distances = make_log_bucket_position(distances, buckets, module.max_relative_positions).long()
-    places = ((sign * distances + half).clamp(0, max(0, 2 * half - 1)) for sign in (1, -1))
-    first, second = ((each - (lowest := int(each.min())), slice(lowest, int(each.max()) + 1)) for each in places)
-    return first, second
+
+    def places(signed: torch.Tensor) -> _Places:
+        found = (signed + half).clamp(0, 2 * half - 1)
+        first, last = int(found.min()), int(found.max())
+        return found - first, slice(first, last + 1)
+
+    return places(distances), places(-distances)
 
 
 def _attend(

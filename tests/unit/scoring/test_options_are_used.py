@@ -197,7 +197,7 @@ class Near(float):
     """A score, equal to those that differ in digits that depend on the runtime, or on which rows share a batch."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and abs(float(self) - float(other)) < 1e-4
+        return isinstance(other, float) and abs(float(self) - float(other)) < 1e-5
 
     __hash__ = None  # type: ignore[assignment]
 
