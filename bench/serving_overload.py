@@ -32,7 +32,7 @@ def main() -> None:
     servers = start({"torchlake": OWN}, "--max-requests", str(ROOM))
     try:
         server = servers["torchlake"]
-        asyncio.run(load(OWN, server[1], ROOM, texts))
+        asyncio.run(load(OWN, server.port, ROOM, texts))
         rows = [
             {"name": f"round {number + 1}, {name}", **asyncio.run(overload(server, texts, given.seconds, again=again))}
             for number in range(given.rounds)
@@ -45,7 +45,7 @@ def main() -> None:
 
 async def overload(server: Started, texts: list[str], for_s: int, *, again: bool) -> dict[str, Any]:
     """Find the most answers in a second, and send twice as many requests for some seconds."""
-    process, port = server
+    process, port = server.process, server.port
     health, posts = [request("/health", "", "GET")], [request(OWN.path, body) for body in OWN.bodies(texts)]
     used, began = seconds(process), time.perf_counter()
     answers = await in_turn(Connections(port, again=again), posts, for_s / 2)

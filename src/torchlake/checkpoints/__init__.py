@@ -2,5 +2,5 @@
 
 In: a model's and an optimizer's tensors on each rank. Out: the same tensors, on any number of ranks.
 Read `format.py` first (write, read), then `retention.py` (which are kept); `store.py` is the store in a folder, with
-the methods that every store has.
+the methods that every store has, such as setting a damaged checkpoint aside.
 """

@@ -2,6 +2,6 @@
 
 In: functions and rows from an engine. Out: results, or the first failure with its traceback; no orphan processes.
 Read `children.py` first (the parent's side), then `child.py`; `chunk_process.py` runs chunks, `ranks.py` a group of
-ranks. `hardware.py` has the GPUs that a process may use, `serialization.py` has the exchanged data, `watchdog.py`
-ends orphans.
+ranks. `hardware.py` has the GPUs that a process may use, `environment.py` its variables and threads,
+`serialization.py` the exchanged data; `watchdog.py` ends orphans.
 """

@@ -1,4 +1,5 @@
 """Requests to OpenAI-compatible endpoints: what the runtime `http` sends, how fast, and what it makes of the answers.
 
-In: a prompt or messages, the options of a job. Out: an `Answer` for each, or its error. Read `client.py` first.
+In: a prompt or messages, the options of a job. Out: an `Answer` for each, or its error.
+Read `client.py` first; `limits.py` decides how many requests are open.
 """
