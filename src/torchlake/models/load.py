@@ -12,7 +12,9 @@ manifest, it is verified first, which reads the weights once more.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,28 @@ BUFFERS = re.compile(
 an architecture whose head does not read it."""
 
 
+_in_memory: ContextVar[bool] = ContextVar("in_memory", default=False)
+
+
+@contextmanager
+def reading_into_memory() -> Iterator[None]:
+    """Let models that are loaded in the block keep no memory map of their files.
+
+    A process that answers for days must not depend on files: whoever writes into a mapped one changes the model, and
+    whoever truncates it ends the process. Costs a copy of the weights, which processes then do not share.
+    """
+    token = _in_memory.set(True)
+    try:
+        yield
+    finally:
+        _in_memory.reset(token)
+
+
+def is_mapped() -> bool:
+    """Return whether a model that is loaded now may stay in a memory map of its files."""
+    return not _in_memory.get()
+
+
 def check_files(folder: Path) -> None:
     """Raise the errors of `check_folder`, and DataError if a file differs from the manifest, if there is one."""
     check_folder(folder)
@@ -112,12 +136,16 @@ def load_model(
             f"{TASK_FILE if (folder / TASK_FILE).exists() else 'config.json'} has {len(spec.labels)} classes"
         )
     model.train(False)
+    if not is_mapped():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return model
 
 
 def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     """Return the tensors of a model folder by name, verified as in `load_model`, in a memory map that processes share.
 
+    In a block of `reading_into_memory` they are copies.
     Raises UnsafeError like `check_folder`, DataError for a damaged file.
     """
     from safetensors import SafetensorError
@@ -131,9 +159,10 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
-            tensors |= load_file(file)
+            found = load_file(file)
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
+        tensors |= found if is_mapped() else {name: tensor.clone() for name, tensor in found.items()}
     return tensors
 
 

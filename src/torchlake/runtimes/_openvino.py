@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torchlake.models.load import is_mapped
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward
 
@@ -116,6 +117,7 @@ def forward(folder: Path, *, precision: str) -> Forward:
         "INFERENCE_NUM_THREADS": hardware.threads(),
         # Otherwise every process pins itself to the same first core.
         "ENABLE_CPU_PINNING": False,
+        "ENABLE_MMAP": is_mapped(),
     }
     with _own_signal_stack():
         compiled = openvino.Core().compile_model(str(folder / GRAPH), "CPU", settings)

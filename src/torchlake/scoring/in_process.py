@@ -27,6 +27,7 @@ from torchlake.display import Shown, shown
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.jobs.worker.isolation import device_is_lost
+from torchlake.models.load import reading_into_memory
 from torchlake.scoring.options.call import AS_LOADED, CallOptions, scorer_of, spec_of
 from torchlake.scoring.options.given import PROMPTS
 from torchlake.scoring.options.job import with_export
@@ -62,7 +63,8 @@ class Model:
     """
 
     def __init__(self, settings: ScoringSettings) -> None:
-        scorer = Scorer(settings=settings)
+        with reading_into_memory():
+            scorer = Scorer(settings=settings)
         self._scorer: Scorer | None = scorer
         self._settings = settings
         self.spec: TaskSpec = scorer.spec
@@ -265,8 +267,9 @@ def load(
     The options are those of `predict`, and so are the answers. For a cross-encoder of others, `text_pair` names the
     second text: `load(model, text_pair="passage")([{"text": "a query", "passage": "its answer"}])`. Threads share the
     model and its batches, and `await classify.acall(texts)` does the same in an event loop; `close()`, or a `with`
-    block, frees its memory. Of an embedding model, `embed(texts)` returns a NumPy array (N, D). Text that crashes or
-    hangs a kernel crashes or hangs this process: score untrusted text with `predict`.
+    block, frees its memory. The weights are read into memory: what happens to their files later changes nothing. Of an
+    embedding model, `embed(texts)` returns a NumPy array (N, D). Text that crashes or hangs a kernel crashes or hangs
+    this process: score untrusted text with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
