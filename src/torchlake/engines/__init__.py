@@ -10,7 +10,7 @@ Every command is a chunk job or a launch, so an engine has two main methods, and
 
 A cluster's engine does the scheduling: a chunk is (part of) a task, which runs it in a child process. Progress is the
 same on all of them: `jobs/worker/task_progress.py` counts, `progress.py` shows. Read `local.py` first, then `spark.py`
-or `ray.py`. The driver's side of a cluster is in `_spark_chunks.py` (bundles of chunks become tasks), `_spark_launch.py`
+or `ray.py`. The driver's side of a cluster is in `_spark_chunks.py` (bundles of chunks are tasks), `_spark_launch.py`
 and `_ray_chunks.py`; what runs in its tasks is in `_spark_tasks.py`, `_spark_ranks.py` and `_ray_actor.py`.
 `tests/conformance/test_engines.py` tests every file here against this contract.
 """

@@ -166,10 +166,12 @@ def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
 
 def _type(kind: pa.DataType) -> Any:
     """Return MLflow's type of a column."""
-    from mlflow.types.schema import Array
+    from mlflow.types.schema import Array, Object, Property
 
     if pa.types.is_list(kind):
         return Array(_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return Object([Property(each.name, _type(each.type)) for each in kind])
     names = {
         pa.string(): "string",
         pa.bool_(): "boolean",

@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer before there is a request, and close the connection."""
-        refused = Refused(status, message, kind="Overloaded" if status == 503 else "Validation")
+        refused = Refused(status, message)
         used, answer = ServedRequest(self._service, self._service.model), refusal("", refused)
         used.status, used.kind = status, refused.kind
         used.record("other", "")

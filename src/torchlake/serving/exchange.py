@@ -121,7 +121,8 @@ class ServedRequest:
     def record(self, route: str, method: str) -> None:
         """Count the request and write its line: no texts, and no values of headers but the id."""
         seconds = time.perf_counter() - self.began
-        self.service.metrics.count(route, self, seconds)
+        if method not in ("GET", "HEAD"):  # probes of health are not the model's requests
+            self.service.metrics.count(self, seconds)
         self.service.note_queue()
         if log.isEnabledFor(logging.INFO):
             line = {"time": round(time.time(), 3), "id": self.id.decode(), "method": method, "route": route}
@@ -168,11 +169,12 @@ def refusal(path: str, error: Refused) -> Response:
     headers = {"retry-after": "1"} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if path.startswith("/v1/") or path == "/embeddings":
+    rows = path.startswith("/invocations") or path == os.environ.get("AIP_PREDICT_ROUTE")
+    if not rows and (path.startswith("/v1/") or path == "/embeddings"):
         kind = "server_error" if status >= 500 else "invalid_request_error"
         code = error.code or OPENAI.get(status)
         return reply({"error": {"message": message, "type": kind, "param": error.field, "code": code}}, status, headers)
-    if path.startswith("/invocations") or path == os.environ.get("AIP_PREDICT_ROUTE"):
+    if rows:
         code = MLFLOW.get(status, "INTERNAL_ERROR" if status >= 500 else "BAD_REQUEST")
         return reply({"error_code": code, "message": message}, status, headers)
     return reply({"error": message, "error_type": error.kind}, status, headers)
@@ -185,7 +187,7 @@ def as_refused(error: Exception, closed: str | None) -> Refused:
     if closed is not None:
         return Refused(503, closed)
     if isinstance(error, TimeoutError):
-        return Refused(503, f"{error}; try again later", kind="Overloaded")
+        return Refused(503, f"{error}; try again later")
     if isinstance(error, UsageError | DataError):
         return Refused(422, str(error))
     return Refused(500, "a fault in the server" if isinstance(error, TorchlakeError) else type(error).__name__)

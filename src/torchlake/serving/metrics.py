@@ -15,6 +15,17 @@ from prometheus_client.multiprocess import MultiProcessCollector
 if TYPE_CHECKING:
     from torchlake.serving.exchange import ServedRequest
 
+FAILURES = {
+    "Validation": "validation",
+    "Tokenizer": "tokenization",
+    "Empty": "validation",
+    "Overloaded": "overloaded",
+    "Backend": "inference",
+    "Unhealthy": "unhealthy",
+}
+"TEI's names of failures in its metrics, by those in its answers; it knows no `unhealthy`."
+DROPPED = "dropped"
+"That of a request whose client has gone."
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
@@ -48,15 +59,17 @@ class ServerMetrics:
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         return len(list(Path(folder).glob("gauge_livesum_*.db"))) if folder else started
 
-    def count(self, route: str, used: "ServedRequest", seconds: float) -> None:
-        """Count one request; `route` and the kind of its error have few values."""
-        self.requests.labels(route).inc()
-        if 0 < used.status < 400:
-            self.success.labels(route).inc()
+    def count(self, used: "ServedRequest", seconds: float) -> None:
+        """Count one request to the model as TEI does: as `single` or `batch`, and its times if it is answered."""
+        method = "batch" if used.rows > 1 else "single"
+        self.requests.labels(method).inc()
+        answered = 0 < used.status < 400
+        if answered:
+            self.success.labels(method).inc()
+            self.seconds[""].observe(seconds)
         else:
-            self.failure.labels("Gone" if used.status == 499 else used.kind).inc()
-        self.seconds[""].observe(seconds)
-        if used.rows:
+            self.failure.labels(DROPPED if used.status == 499 else FAILURES[used.kind]).inc()
+        if answered and used.rows:
             self.seconds["tokenization_"].observe(used.reading_s)
             self.seconds["queue_"].observe(used.queued_s)
             self.seconds["inference_"].observe(used.computed_s)

@@ -95,6 +95,10 @@ class QuestionAnswering(WindowedTask):
         types = {INPUT_IDS: integers, TOKEN_TYPES: pa.list_(pa.uint8())}
         return {**types, **dict.fromkeys(PLACES, integers), SOURCE: pa.large_binary()}
 
+    def largest_stride(self, spec: TaskSpec) -> int:
+        """Return the most tokens that two windows share."""
+        return spec.max_length // 4
+
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
         """Return the tokens of questions and texts in windows, and the places of the texts' tokens."""
         questions, texts = inputs["question"].to_pylist(), inputs["context"].to_pylist()
@@ -107,7 +111,7 @@ class QuestionAnswering(WindowedTask):
         }
         fitting = ["" if row in long else question for row, question in enumerate(questions)]
         pairs = list(zip(fitting, texts, strict=True))
-        stride = min(spec.options["stride"], spec.max_length // 4)
+        stride = min(spec.options["stride"], self.largest_stride(spec))
         made = _windows.encode(processor, pairs, size=spec.max_length, stride=stride, strategy="only_second")
         inside = made.sequences == 1
         starts, ends = np.where(inside, made.starts, -1), np.where(inside, made.ends, -1)

@@ -116,6 +116,10 @@ class TokenClassification(WindowedTask):
         integers = pa.list_(pa.int32())
         return {INPUT_IDS: integers, **dict.fromkeys(PLACES, integers), SOURCE: pa.large_binary()}
 
+    def largest_stride(self, spec: TaskSpec) -> int:
+        """Return the most tokens that two windows share."""
+        return max(0, spec.max_length // 2 - 2)
+
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
         """Return the tokens of texts in windows, and where each word starts and ends, at its deciding token."""
         texts = inputs["text"]
@@ -124,7 +128,7 @@ class TokenClassification(WindowedTask):
         if lists:
             rows = [["" if word is None else word for word in words] for words in rows]
         blank = [row for row, text in enumerate(rows) if not "".join(text).strip()]
-        stride = min(spec.options["stride"], max(0, spec.max_length // 2 - 2))
+        stride = min(spec.options["stride"], self.largest_stride(spec))
         made = _windows.encode(processor, rows, size=spec.max_length, stride=stride, pretokenized=lists)
         first, last = made.edges_of_words()
         starts, ends = np.full((2, len(made.ids)), -1, dtype=np.int32)

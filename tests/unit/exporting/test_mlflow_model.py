@@ -1,6 +1,7 @@
 """The MLflow model: loaded in a fresh process it predicts what `predict` predicts, and nothing in it is a pickle."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,11 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from transformers import BertForTokenClassification
 
 import tiny
 import torchlake as tl
 from task_cases import pairs
 from torchlake.errors import MissingExtra, UsageError
+from torchlake.models.write import quiet
 
 TEXTS = ["a good film", "the bad film is a bad film, bad and long", None, "", "the plot is thin but good"] * 9
 COLUMNS = ["label", "score", "prob_bad", "prob_good", "truncated", "error"]
@@ -64,6 +67,25 @@ def test_predictions_in_a_fresh_process_are_those_of_predict(tiny_model: Path, t
     tl.predict(tiny_model, tmp_path / "rows.parquet", tmp_path / "scored", all_probabilities=True, runtime="eager")
     stored = pd.read_parquet(tmp_path / "scored", columns=COLUMNS)
     pd.testing.assert_frame_equal(found, stored, check_exact=True)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_model_of_spans_gives_lists_of_objects(tiny_bert: Path, tmp_path: Path) -> None:
+    import mlflow
+
+    tags = {0: "O", 1: "B-PER", 2: "I-PER"}
+    with quiet():
+        model = BertForTokenClassification.from_pretrained(
+            tiny_bert, id2label=tags, label2id={tag: at for at, tag in tags.items()}
+        )
+        model.save_pretrained(tmp_path / "tags")
+    for file in tiny_bert.glob("token*"):
+        shutil.copy(file, tmp_path / "tags")
+    logged = tl.log_model(tmp_path / "tags")
+    assert logged.signature is not None
+    assert "start" in str(logged.signature.outputs)
+    found = mlflow.pyfunc.load_model(logged.model_uri).predict(pd.DataFrame({"text": TEXTS[:2]}))
+    assert [list(spans) for spans in found["spans"]] == [row["spans"] for row in tl.load(tmp_path / "tags")(TEXTS[:2])]
 
 
 @pytest.mark.usefixtures("store")

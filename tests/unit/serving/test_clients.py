@@ -125,11 +125,18 @@ def test_hugging_faces_client(tiny_model: Path, tiny_bert: Path, tmp_path: Path)
         ]
         refused = server.post("/", {"inputs": CONTEXT, "parameters": {"aggregation_strategy": "max"}})
         assert (refused.status_code, "aggregation_strategy" in refused.json()["error"]) == (422, True)
+        for stride in (-1, 10_000):  # more than two windows can share
+            refused = server.post("/", {"inputs": CONTEXT, "parameters": {"stride": stride}})
+            assert (refused.status_code, "parameters.stride: " in refused.json()["error"]) == (422, True)
     folder = hub_model(tmp_path / "answers", tiny_bert, "question_answering")
     with running(folder) as server:
         answer = ask(server, f'client.question_answering(question="what was fun ?", context={CONTEXT!r})')
         (row,) = tl.load(folder)([{"question": "what was fun ?", "context": CONTEXT}])
         assert (answer["answer"], answer["start"], answer["end"]) == (row["answer"], row["start"], row["end"])
+        inputs = {"question": "what was fun ?", "context": CONTEXT}
+        for name, value in (("doc_stride", -1), ("doc_stride", 10_000), ("max_answer_len", 0)):
+            refused = server.post("/", {"inputs": inputs, "parameters": {name: value}})
+            assert (refused.status_code, f"parameters.{name}: " in refused.json()["error"]) == (422, True)
 
 
 def test_hugging_faces_client_names_classes(tiny_bert: Path, tmp_path: Path) -> None:

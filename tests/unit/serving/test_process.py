@@ -180,7 +180,7 @@ def test_more_connections_than_allowed_are_refused_and_others_served(server: Run
 def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> None:
     batcher, entered, permit = server.service.model.batcher, threading.Event(), threading.Event()
     compute, rows = batcher._compute, []
-    gone_before = server.service.metrics.failure.labels("Gone")._value.get()
+    gone_before = server.service.metrics.failure.labels("dropped")._value.get()
 
     def gated(parts: Any) -> Any:
         rows.append(sum(len(part) for _, part in parts))
@@ -198,7 +198,7 @@ def test_a_client_that_has_gone_is_dropped_from_the_queue(server: Running) -> No
             gone.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
             until(lambda: batcher.queued == 1)
         until(lambda: batcher._waiting[0].future.cancelled())
-        until(lambda: server.service.metrics.failure.labels("Gone")._value.get() == gone_before + 1)
+        until(lambda: server.service.metrics.failure.labels("dropped")._value.get() == gone_before + 1)
         permit.set()
         threads[0].join(30)
         assert server.post("/predict", {"inputs": "good"}).status_code == 200
@@ -215,7 +215,7 @@ def test_a_client_that_goes_while_its_rows_are_computed_harms_no_other(tiny_mode
             assert stuck.entered.wait(30)
             other = pool.submit(server.post, "/predict", {"inputs": "good"})
             until(lambda: server.service.model.batcher.queued == 1)
-        until(lambda: server.service.metrics.failure.labels("Gone")._value.get() == 1)
+        until(lambda: server.service.metrics.failure.labels("dropped")._value.get() == 1)
         stuck.permit.set()
         assert other.result().status_code == 200
         until(lambda: not server.service.tasks)
@@ -338,14 +338,14 @@ def logged(caplog: pytest.LogCaptureFixture, requests: int) -> list[dict[str, An
 def test_what_is_refused_before_it_is_a_request_is_counted_and_logged(
     impatient: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = impatient.service.metrics.failure.labels("Validation")._value.get()
+    before = impatient.service.metrics.failure.labels("validation")._value.get()
     with caplog.at_level(logging.INFO):
         sent = [b"unrepeatable\r\n\r\n", GET + b"x: " + b"a" * 70_000 + b"\r\n\r\n", GET]
         answers = [impatient.raw(data) for data in sent]
         lines = logged(caplog, 3)
     assert len(caplog.records) == len(lines)
     assert [(line["route"], line["status"]) for line in lines] == [("other", 400), ("other", 431), ("other", 408)]
-    assert impatient.service.metrics.failure.labels("Validation")._value.get() == before + 3
+    assert impatient.service.metrics.failure.labels("validation")._value.get() == before + 3
     for line, answer in zip(lines, answers, strict=True):
         head, _, body = answer.partition(b"\r\n\r\n")
         assert f"x-request-id: {line['id']}".encode() in head

@@ -23,7 +23,8 @@ import torchlake as tl
 from scoring_runs import near
 from serving_runs import Running, running
 from torchlake.models.write import quiet
-from torchlake.serving.protocols.rows import _others
+from torchlake.serving.exchange import Refused
+from torchlake.serving.protocols.rows import _others, without_data
 from training_runs import Inline
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
@@ -128,6 +129,8 @@ def test_lines_of_csv_are_rows_as_in_predict(
             "row 1: expected a list of 1 values",
         ),
         ({"dataframe_split": {"columns": ["text", "text"], "data": [["a", SECRET]]}}, "a list of different names"),
+        ({"dataframe_split": {"columns": ["text"], "data": [["a"]], SECRET: 1}}, "dataframe_split: expected columns"),
+        ({"dataframe_split": {"columns": ["text"], "data": [["a"]], "index": [1, 2]}}, "as many values in index"),
         ({"inputs": {"text": SECRET}}, "expected a list of values for each column"),
         ([SECRET], "must be a JSON object"),
     ],
@@ -139,6 +142,26 @@ def test_invalid_rows_are_refused_without_their_content(classes: Running, body: 
     assert response.json()["error_code"] == "BAD_REQUEST"
     assert words in response.json()["message"]
     assert SECRET not in response.text
+
+
+def test_a_row_of_parquet_that_is_not_unicode_is_an_error_of_its_row(classes: Running) -> None:
+    texts = pa.array([b"caf\xe9", b"good film", None], pa.binary()).view(pa.string())
+    headers = {"content-type": "application/vnd.apache.parquet"}
+    response = classes.client.post("/invocations", content=parquet(texts), headers=headers)
+    assert [row["error"] for row in response.json()["predictions"]] == ["bad_utf8", None, "null_input"]
+
+
+def test_errors_of_rows_do_not_repeat_the_row() -> None:
+    spec = replace(tiny.SPEC, inputs={"numbers": ("it's", "age")})
+    for error, words in {
+        f'bad_number: "it\'s" is {SECRET!r}': 'bad_number: "it\'s"',
+        f"bad_number: 'age' is {SECRET!r}": "bad_number: 'age'",
+        f"ValueError: {SECRET}": "ValueError",
+        "too_long: 70 tokens": "too_long: 70 tokens",
+    }.items():
+        assert without_data(error, spec) == words
+    with pytest.raises(Refused, match="^row 1, column 'age': expected a number, got an object$"):
+        _others("age", [1, {SECRET: 1}], number=True)
 
 
 def parquet(*columns: pa.Array) -> bytes:
@@ -319,7 +342,14 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
 
     assert np.allclose(found({"inputs": texts}), expected, atol=1e-6)
     assert np.allclose(found({"inputs": texts[0]}), expected[:1], atol=1e-6)
-    assert np.allclose(found({"inputs": texts}, "/"), expected, atol=1e-6)
+    for parameters in ({}, {"parameters": {}}, {"parameters": None}):
+        assert np.allclose(found({"inputs": texts, **parameters}, "/"), expected, atol=1e-6)
+    assert (
+        vectors.post("/", {"inputs": texts, "parameters": {"top_k": 1}})
+        .json()["error"]
+        .startswith("parameters: 'top_k'")
+    )
+    assert vectors.post("/", {"inputs": 7}).json()["error"].startswith("inputs: ")
     short = found({"inputs": texts, "dimensions": 4})
     assert np.allclose(short, expected[:, :4] / np.linalg.norm(expected[:, :4], axis=1, keepdims=True), atol=1e-6)
     prompted = found({"inputs": ["film"], "prompt_name": "query"})
@@ -329,6 +359,9 @@ def test_vectors_are_those_of_predict(vectors: Running) -> None:
     for parameters, status in (({"prompt_name": "query"}, 200), ({"dimensions": 4}, 422), ({"inputs": "a"}, 422)):
         body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": parameters}
         assert vectors.post("/similarity", body).status_code == status
+    for source, sentences, place in (("a", ["b", ""], "sentences[1]"), (" ", ["b"], "source_sentence")):
+        body = {"inputs": {"source_sentence": source, "sentences": sentences}}
+        assert vectors.post("/similarity", body).json()["error"] == f"inputs.{place}: it has no text"
     assert vectors.post("/embed", {"inputs": "a", "prompt_name": "no"}).json()["error"].endswith("the prompts query")
     for form in ("float", "base64", None):
         body = {"input": texts, "model": "embedder", "encoding_format": form, "dimensions": 16}
@@ -385,7 +418,12 @@ def test_tokens_facts_headers_and_metrics(classes: Running) -> None:
     other = classes.post("/predict", {"inputs": ""}, headers={"x-request-id": "not valid"})
     assert len(other.headers["x-request-id"]) == 32
     metrics = classes.client.get("/metrics").text
-    assert 'te_request_count{method="/predict"}' in metrics
+    assert 'te_request_count{method="single"}' in metrics
+    counts = [line.split() for line in metrics.splitlines() if line.startswith(("te_request_s", "te_request_d"))]
+    answered = [float(number) for name, number in counts if "success" in name or name == "te_request_duration_count"]
+    assert sum(answered[:-1]) == answered[-1]  # only answered requests have a duration
+    classes.client.get("/health")
+    assert f"te_request_duration_count {answered[-1]}" in classes.client.get("/metrics").text
     assert 'torchlake_row_errors{reason="null_input"}' in metrics
     assert "te_batch_next_tokens_bucket" in metrics
     assert "_total" not in metrics
@@ -479,19 +517,21 @@ def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
         server.service.model.batcher.queued_tokens = 0
 
 
-def test_routes_of_vertex_ai(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")  # in place of another protocol's route
+@pytest.mark.parametrize("route", ["/predict", "/v1/endpoints/123/deployedModels/456:predict"])
+def test_routes_of_vertex_ai(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    """Its errors are MLflow's, also in place of another protocol's route."""
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", route)
     monkeypatch.setenv("AIP_HEALTH_ROUTE", "/alive")
     monkeypatch.setenv("TORCHLAKE_API_KEY", "secret")
     with running(tiny_model) as server:
         assert server.client.get("/alive").status_code == 200
         assert server.post("/alive", {}).status_code == 401
-        assert server.post("/predict", {"instances": ["good"]}).status_code == 401
+        assert server.post(route, {"instances": ["good"]}).status_code == 401
         key = {"authorization": "Bearer secret"}
-        assert server.post("/predict", {"instances": ["good"]}, headers=key).json()["predictions"][0]["error"] is None
-        refused = server.post("/predict", {"instances": 7}, headers=key)
+        assert server.post(route, {"instances": ["good"]}, headers=key).json()["predictions"][0]["error"] is None
+        refused = server.post(route, {"instances": 7}, headers=key)
         assert (refused.status_code, refused.json()["error_code"]) == (400, "BAD_REQUEST")
-        assert 'te_request_failure{err="Validation"}' in server.client.get("/metrics", headers=key).text
+        assert 'te_request_failure{err="validation"}' in server.client.get("/metrics", headers=key).text
 
 
 def test_models_that_write_are_refused(tiny_gpt2: Path) -> None:

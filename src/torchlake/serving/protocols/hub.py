@@ -6,6 +6,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from torchlake import plugins
 from torchlake.errors import UsageError
 from torchlake.serving.exchange import Refused, ServedRequest, reply
 from torchlake.serving.protocols.tei import EmbedBody, SimilarityBody, embed, similarity
@@ -15,11 +16,14 @@ Name = Annotated[str, Field(min_length=1)]
 "A string that is checked: also that it is Unicode."
 
 
-class RootBody(TruncatingBody):
-    """The body of POST /, for every task."""
+class RootBody(EmbedBody):
+    """The body of POST /, for every task; the fields of /embed are for embedding models."""
 
     inputs: Any
     parameters: dict[str, Any] | None = None
+
+
+EMBEDS = EmbedBody.model_fields.keys() - TruncatingBody.model_fields.keys() - {"inputs"}
 
 
 class ClassParameters(Body):
@@ -46,15 +50,15 @@ class SpanParameters(Body):
 
     aggregation_strategy: Literal["simple", "first"] | None = None
     ignore_labels: list[str] | None = None
-    stride: int | None = None
+    stride: int | None = Field(None, ge=0)
 
 
 class AnswerParameters(Body):
     """The parameters of POST / for answers: a question has one. The others are transformers' names of the task's."""
 
     top_k: Literal[1] | None = None
-    stride: int | None = Field(None, alias="doc_stride")
-    max_answer_tokens: int | None = Field(None, alias="max_answer_len")
+    stride: int | None = Field(None, alias="doc_stride", ge=0)
+    max_answer_tokens: int | None = Field(None, alias="max_answer_len", ge=1)
     no_answer: bool | None = Field(None, alias="handle_impossible_answer")
 
 
@@ -65,8 +69,14 @@ async def root(request: Request) -> Response:
     if task == "feature_extraction":
         if isinstance(given, dict) and isinstance(given.get("inputs"), dict):
             return reply(await similarity(used, checked(SimilarityBody, given)))
-        return reply(await embed(used, checked(EmbedBody, given)))
+        body = checked(RootBody, given)
+        checked(Body, body.parameters or {}, "parameters")
+        checked(EmbedBody, {"inputs": body.inputs})
+        return reply(await embed(used, body))
     body = checked(RootBody, given)
+    foreign = next((name for name in sorted(EMBEDS) if getattr(body, name) is not None), None)
+    if foreign is not None:
+        raise Refused(422, f"{foreign!r} is not supported", field=foreign)
     answers: dict[str, tuple[Any, type[Body]]] = {
         "token_classification": (_spans, SpanParameters),
         "question_answering": (_answers, AnswerParameters),
@@ -107,6 +117,7 @@ async def _spans(used: ServedRequest, body: RootBody, options: SpanParameters) -
         raise Refused(422, "parameters.ignore_labels: expected a list with O", field="ignore_labels")
     rows, single = rows_of(used.model.spec, body.inputs)
     given = options.model_dump(include={"stride"}, exclude_none=True)
+    _check_stride(used, options.stride, "stride")
     table = await scored(used, rows, "inputs", view_of(used, body, task_options=given))
     names = {"label": "entity_group", "text": "word"}
     found = [
@@ -121,9 +132,18 @@ async def _answers(used: ServedRequest, body: RootBody, options: AnswerParameter
     if not all(isinstance(each, dict) and each.keys() == {"question", "context"} for each in asked):
         raise Refused(422, "inputs: expected an object with question and context", field="inputs")
     spec, given = used.model.spec, options.model_dump(exclude={"top_k"}, exclude_none=True)
+    _check_stride(used, options.stride, "doc_stride")
     order = [("question" if name == spec.inputs["question"] else "context") for name in spec.input_columns]
     asked_rows = [tuple(each[name] for name in order) for each in asked]
     table = await scored(used, asked_rows, "inputs", view_of(used, body, task_options=given))
     rows = table.select(["answer", "score", "start", "end"]).to_pylist()
     found = [{**row, "answer": row["answer"] or "", "start": row["start"] or 0, "end": row["end"] or 0} for row in rows]
     return found if isinstance(body.inputs, list) else found[0]
+
+
+def _check_stride(used: ServedRequest, stride: int | None, name: str) -> None:
+    limit = plugins.load("tasks", used.model.spec.task).largest_stride(used.model.spec)
+    if stride is not None and stride > limit:
+        raise Refused(
+            422, f"parameters.{name}: expected at most {limit}, by the tokens that the model reads", field=name
+        )

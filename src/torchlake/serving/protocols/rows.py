@@ -22,7 +22,7 @@ from torchlake.errors import TableError, TorchlakeError
 from torchlake.scoring.options.call import CallOptions
 from torchlake.scoring.options.table import checked_input
 from torchlake.serving.exchange import Refused, ServedRequest, parse_json, reply
-from torchlake.tables.arrays import from_strings
+from torchlake.tables.arrays import from_strings, is_text
 from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records, header_of
 from torchlake.tables.formats.streams import BOM, Dialect
 from torchlake.tasks import NUMBER, TEXT
@@ -31,6 +31,14 @@ from torchlake.tasks._inputs import columns_of
 OPTIONS = ("params", "parameters")
 PARQUET = ("application/vnd.apache.parquet", "application/x-parquet")
 BINARY = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+CLIENTS = {
+    "null_input": (400, "Empty"),
+    "too_long": (422, "Validation"),
+    **dict.fromkeys(("bad_utf8", "unknown_token", "no_tokens", "question_too_long"), (422, "Tokenizer")),
+}
+"The status, and TEI's name, of the errors of rows that are the client's."
+PUBLIC = {*CLIENTS, "corrupt_image", "image_too_large", "unknown_range", "timeout"}
+"Reasons whose words say nothing of what the row holds; others may be an exception's."
 IMAGE = "image"
 "The input whose values are images: base64 in JSON and CSV, never a path or URL."
 
@@ -70,7 +78,18 @@ async def invocations(request: Request) -> Response:
         raise Refused(400, str(error)) from None
     view = CallOptions(truncate=options.truncate)
     answers = await used.score(table.select(list(spec.input_columns)), unreadable, view)
-    return reply({"predictions": answers.to_pylist()})
+    predictions = answers.to_pylist()
+    for row in predictions:
+        row["error"] = row["error"] and without_data(row["error"], spec)
+    return reply({"predictions": predictions})
+
+
+def without_data(error: str, spec: TaskSpec) -> str:
+    """Return a row's error without words of the row, which `predict` writes and a server must not repeat."""
+    reason = error.partition(":")[0]
+    if reason == "bad_number":
+        return next((f"{reason}: {name!r}" for name in spec.input_columns if f": {name!r} is " in error), reason)
+    return error if reason in PUBLIC else reason
 
 
 def _check_rows(number: int, limit: int) -> None:
@@ -132,9 +151,12 @@ def _columns(value: dict[str, Any], limit: int) -> dict[str, Any]:
 def _split(value: Any, limit: int) -> dict[str, Any]:
     given: dict[str, Any] = value if isinstance(value, dict) else {}
     names, data, form = given.get("columns", ()), given.get("data", ()), "dataframe_split"
-    lists = isinstance(names, list) and isinstance(data, list)
+    lists = isinstance(names, list) and isinstance(data, list) and given.keys() <= {"columns", "data", "index"}
     if not lists or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise Refused(400, f"{form}: expected columns, a list of different names, and data, a list of rows", field=form)
+    index = given.get("index")
+    if index is not None and (not isinstance(index, list) or len(index) != len(data)):
+        raise Refused(400, f"{form}: expected as many values in index as rows in data", field=form)
     _check_rows(len(data), limit)
     wrong = next((row for row, each in enumerate(data) if not isinstance(each, list) or len(each) != len(names)), None)
     if wrong is not None:
@@ -178,9 +200,17 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
             longest = pa.compute.max(lengths).as_py() or 0
             if longest * len(table) > 64 * max(len(body), 1 << 20):
                 raise Refused(413, f"{name}: its values are much larger than the body")
-        return {name: table[name].to_pylist() for name in names}
+        return {name: _values(table[name], plain[name]) for name in names}
     except (pa.ArrowException, OSError, ValueError, KeyError):
         raise Refused(400, f"{PARQUET[0]}: this is not a Parquet file that can be read") from None
+
+
+def _values(column: pa.ChunkedArray, kind: pa.DataType) -> list[Any]:
+    """Return a column's values; what is not UTF-8 keeps its bytes as halves of surrogates, an error of its row."""
+    if not is_text(kind):
+        return list(column.to_pylist())
+    stored = column.cast(kind).cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in stored]
 
 
 def _as_table(columns: Mapping[str, Any], spec: TaskSpec) -> tuple[pa.Table, dict[int, str]]:
@@ -238,6 +268,9 @@ def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Arra
 
 
 def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
+    wrong = next((row for row, value in enumerate(values) if number and isinstance(value, list | dict)), None)
+    if wrong is not None:
+        raise Refused(400, f"row {wrong}, column {name!r}: expected a number, got {_kind(values[wrong])}", field=name)
     # Arrow takes no int above 2**63 of Python; uint64 columns and JSON have them.
     if number and any(isinstance(value, str) or (isinstance(value, int) and value >= 1 << 63) for value in values):
         values = [value if value is None or isinstance(value, str) else str(value) for value in values]

@@ -136,8 +136,13 @@ async def similarity(used: ServedRequest, body: SimilarityBody) -> Any:
             422, "inputs: expected source_sentence, a string, and sentences, a list of strings", field="inputs"
         )
     options = checked(PromptedBody, body.parameters or {}, "parameters")
-    vectors = await embedded(used, [source, *sentences], "inputs", options, prompt_name=options.prompt_name)
+    texts, name = [source, *sentences], options.prompt_name
+    vectors = await embedded(used, texts, "inputs", options, prompt_name=name, place=_place_of_sentence)
     return (vectors[1:] @ vectors[0]).astype(np.float32)
+
+
+def _place_of_sentence(row: int) -> str:
+    return f"inputs.sentences[{row - 1}]" if row else "inputs.source_sentence"
 
 
 async def tokenize(used: ServedRequest, body: TokenizeBody) -> Any:

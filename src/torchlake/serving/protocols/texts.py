@@ -17,7 +17,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.scoring.options.call import CallOptions
 from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
-from torchlake.serving.protocols.rows import IMAGE, as_texts
+from torchlake.serving.protocols.rows import CLIENTS, IMAGE, as_texts
 
 
 class Body(BaseModel):
@@ -26,12 +26,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
 
-REASONS = {
-    "null_input": (400, "Empty"),
-    "too_long": (422, "Validation"),
-    **dict.fromkeys(("bad_utf8", "unknown_token", "no_tokens", "question_too_long"), (422, "Tokenizer")),
-}
-"The status, and TEI's name, of the errors of rows that are the client's."
 Checked = TypeVar("Checked", bound=Body)
 
 
@@ -86,6 +80,7 @@ async def embedded(
     normalize: bool = True,
     dimensions: int | None = None,
     prompt_name: str | None = None,
+    place: Callable[[int], str] | None = None,
 ) -> np.ndarray:
     """Return the vectors (N, D) float32 of texts. Raises Refused."""
     spec = used.model.spec
@@ -96,7 +91,7 @@ async def embedded(
     if not all(isinstance(text, str) for text in texts):
         raise Refused(422, f"{field}: expected a string or a list of strings, no token ids", field=field)
     view = view_of(used, body, all_probabilities=None, prompt=prompt_of(used, prompt_name))
-    table = await scored(used, [(text,) for text in texts], field, view)
+    table = await scored(used, [(text,) for text in texts], field, view, place)
     vectors = matrix_of(table["embedding"].combine_chunks().flatten()).reshape(len(table), -1)[:, :dimensions]
     if normalize:
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -148,8 +143,18 @@ def rows_of(spec: TaskSpec, inputs: Any) -> tuple[list[tuple[Any, ...]], bool]:
     return [tuple(row) for row in rows], False
 
 
-async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: str, view: CallOptions) -> pa.Table:
-    """Return the prediction columns of rows. Raises Refused if there are none, and for one that cannot be scored."""
+async def scored(
+    used: ServedRequest,
+    rows: Sequence[tuple[Any, ...]],
+    field: str,
+    view: CallOptions,
+    place: Callable[[int], str] | None = None,
+) -> pa.Table:
+    """Return the prediction columns of rows. Raises Refused if there are none, and for one that cannot be scored.
+
+    `place` returns where in the request a row stands; None: at its number in `field`.
+    """
+    place = place or (lambda row: f"{field}[{row}]")
     if not rows:
         raise Refused(400, f"{field}: is empty", kind="Empty", field=field)
     if IMAGE in plugins.load("tasks", used.model.spec.task).inputs:  # a string would be the path of a file
@@ -157,7 +162,7 @@ async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: st
     errors: dict[int, str] = {}
     try:
         columns = {
-            name: as_texts([row[at] for row in rows], errors, lambda row: f"{field}[{row}]")
+            name: as_texts([row[at] for row in rows], errors, place)
             for at, name in enumerate(used.model.spec.input_columns)
         }
     except Refused as error:
@@ -166,9 +171,9 @@ async def scored(used: ServedRequest, rows: Sequence[tuple[Any, ...]], field: st
     if table["error"].null_count < len(table):
         at, reason = next((at, why) for at, why in enumerate(table["error"].to_pylist()) if why is not None)
         kind = reason.partition(":")[0]
-        status, name = REASONS.get(kind, (424, "Backend"))
+        status, name = CLIENTS.get(kind, (424, "Backend"))
         words = "it has no text" if kind == "null_input" else reason if status == 422 else kind
-        raise Refused(status, f"{field}[{at}]: {words}", kind=name, field=field)
+        raise Refused(status, f"{place(at)}: {words}", kind=name, field=field)
     return table
 
 
