@@ -83,8 +83,8 @@ _in_memory: ContextVar[bool] = ContextVar("in_memory", default=False)
 def reading_into_memory() -> Iterator[None]:
     """Let models that are loaded in the block keep no memory map of their files.
 
-    A process that answers for days must not depend on files: whoever writes into a mapped one changes the model, and
-    whoever truncates it ends the process. Costs a copy of the weights, which processes then do not share.
+    A process that answers for days must not depend on its files: another program that writes into a mapped one changes
+    the model, and one that truncates it ends the process. Costs a copy of the weights, which processes do not share.
     """
     token = _in_memory.set(True)
     try:
