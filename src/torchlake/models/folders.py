@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +30,8 @@ CHECKPOINTS = "checkpoints"
 JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
 "The files that identify the folder of a run and of a tuning; a finished tuning has both."
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAPPED = (".safetensors", ".bin", ".onnx")
+"Ends of the names of files that libraries map into memory."
 CHAT_TEMPLATE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 "Further chat templates, such as one for conversations with tools."
@@ -191,6 +195,27 @@ def check_hash(folder: str | Path, expected: str) -> None:
             f"{folder}: the model was replaced after this job or function was made, so it scores nothing more. Run "
             "the same command again, or make the function again, for the model that is there now."
         )
+
+
+def mapped_files(folder: Path) -> dict[Path, os.stat_result]:
+    """Return the files of a model, and of its exports, that a loaded model may keep in a memory map."""
+    return {path: path.stat() for path in folder.rglob("*") if path.suffix in MAPPED and path.is_file()}
+
+
+def check_in_place(files: Mapping[Path, os.stat_result]) -> None:
+    """Raise FingerprintError if one of the files was written over: a model that maps it has other weights now.
+
+    A file that was removed, or that another one has replaced, stays as it was in the map.
+    """
+    for path, before in files.items():
+        with suppress(OSError):
+            now = path.stat()
+            same = (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+            if now.st_ino == before.st_ino and not same:
+                raise FingerprintError(
+                    f"{path} was written over while a job scored with it; the rows that it was scoring are not kept. "
+                    "Put models in folders of their own, or replace files by renaming, and run the same command again."
+                )
 
 
 def weight_files(folder: Path) -> list[Path]:

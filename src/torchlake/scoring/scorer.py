@@ -14,6 +14,7 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
@@ -37,6 +38,7 @@ from torchlake.jobs.worker.shared_batches import Attempts
 from torchlake.jobs.worker.texts import Budget, Prompt, Texts
 from torchlake.jobs.worker.writing import Writing
 from torchlake.models import folders
+from torchlake.models.load import is_mapped
 from torchlake.runtimes import EMPTY, Ended, Forward, Text, Writer, _products
 from torchlake.scoring.rows import ReadyRows, RowReader, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, device, foreign_python
@@ -64,6 +66,8 @@ class Scorer:
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
     device: str = field(init=False)
+    files: Mapping[Path, os.stat_result] = field(init=False)
+    "The files that the model may map."
     distinct: int = field(init=False, default=0)
     "The number of rows that were computed: equal ones once."
     tokens: int = field(init=False, default=0)
@@ -101,6 +105,7 @@ class Scorer:
 
             open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
             load = partial(open_sharded, number=self.settings.gpus_per_process)
+        self.files = folders.mapped_files(folder) if is_mapped() else {}
         with _products.keeping(self.settings.products):
             loaded: Any = load(folder, self.spec, device=self.device, **options)
         if generation is not None and not hasattr(loaded, "step"):
@@ -216,7 +221,9 @@ class Scorer:
             began = time.perf_counter()
 
     def finish(self, part: ScoredRows) -> pa.Table:
-        """Return what `score` returns, of rows that are computed or written."""
+        """Return what `score` returns, of rows that are computed or written. Raises FingerprintError for a mapped
+        model that was written over."""
+        folders.check_in_place(self.files)
         return assembled(part, self.settings, self.spec, self.task, self.processor, raw=self.raw)
 
     def _chosen(

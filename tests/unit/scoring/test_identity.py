@@ -2,21 +2,25 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import tiny
 import torchlake as tl
 from torchlake.engines import _frames
-from torchlake.errors import FingerprintError
+from torchlake.engines.local import Local
+from torchlake.errors import DataError, FingerprintError
 from torchlake.models import folders
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options.settings import scoring_settings
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.workers.tables import make_reading_worker, make_table_worker
+from training_runs import Inline
 
 ROWS = tiny.reviews(12).drop_columns("label")
 
@@ -58,6 +62,59 @@ def test_a_process_that_finds_another_model_scores_nothing(models: tuple[Path, P
         Scorer(settings=made)
     with pytest.raises(FingerprintError, match="the model was replaced"):
         make_reading_worker(made)
+
+
+@pytest.mark.parametrize("change", ["written over", "replaced", "removed"])
+def test_a_job_notices_a_model_that_is_written_over_in_place(
+    models: tuple[Path, Path], tmp_path: Path, change: str
+) -> None:
+    """Its processes have mapped the file; one that is replaced by a rename, or removed, stays as it was in the map."""
+    one, other = (folder / "model.safetensors" for folder in models)
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"id": range(40), "text": ["good film"] * 40}), tmp_path / "in" / "a.parquet")
+
+    class Changing(Inline):
+        def run_chunks(self, *args: Any, **options: Any) -> Iterator[Any]:
+            for number, done in enumerate(super().run_chunks(*args, **options)):
+                yield done
+                if number == 0 and change == "written over":
+                    with one.open("r+b") as file:
+                        file.write(other.read_bytes())
+                elif number == 0:
+                    one.unlink()
+                    assert change == "removed" or shutil.copy(other, one)
+
+    def scored() -> Any:
+        options: dict[str, Any] = {"engine": Changing(), "key": "id", "chunk_rows": 4, "all_probabilities": True}
+        return tl.predict(models[0], tmp_path / "in", tmp_path / "out", **options)
+
+    if change == "written over":
+        with pytest.raises(FingerprintError, match="model.safetensors was written over while a job scored with it"):
+            scored()
+    else:
+        scored()
+        assert len(set(pq.read_table(tmp_path / "out")["prob_good"].to_pylist())) == 1
+
+
+@pytest.mark.slow
+def test_a_model_that_is_truncated_makes_no_row_an_error(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The process that has mapped it is killed by the system, and the next one does not find the model."""
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"id": range(4000), "text": ["good film"] * 4000}), tmp_path / "in" / "a.parquet")
+
+    class Truncating(Local):
+        def run_chunks(self, *args: Any, **options: Any) -> Iterator[Any]:
+            for done in super().run_chunks(*args, **options):
+                os.truncate(models[0] / "model.safetensors", 0)
+                yield done
+
+    def scored() -> Any:
+        options: dict[str, Any] = {"engine": Truncating(processes=1), "key": "id", "chunk_rows": 100}
+        return tl.predict(models[0], tmp_path / "in", tmp_path / "out", max_error_rate=1.0, **options)
+
+    with pytest.raises((FingerprintError, DataError), match="model"):
+        scored()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_record_has_the_hash_of_the_model_that_scored(
