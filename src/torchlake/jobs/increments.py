@@ -6,9 +6,9 @@ that read the same versions cannot both commit. A position belongs to one table 
 of rows and one set of settings: rows of the same table that were scored in another way are not added to.
 
 If versions only add files, these files are read. If rows were changed or deleted, a change data feed and a key are
-needed: the rows of all changed keys are removed, and those that are still there are scored again. Loose files have no
-versions: the files that no earlier job on this output has read are new. A new row whose key the output has already is
-refused at the commit (`outputs/rewrite.py`).
+needed: rows that were changed or deleted are removed by their key, and changed and new ones are scored. Loose files
+have no versions: the files that no earlier job on this output has read are new. A row to add whose key another row of
+the output has is refused at the commit (`outputs/rewrite.py`).
 """
 
 import os
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from torchlake.atomic_io import digest
 from torchlake.errors import FingerprintError, TableError, UsageError
+from torchlake.jobs.changes import net_changes
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.work import Work
 from torchlake.outputs.find import Output, output_of
@@ -148,16 +149,17 @@ def _since(
     if not why:
         return Increment(table=source.added(reached, position), output=_in_mode(output, "append"), positions=positions)
     changed = None if key is None else source.changed_rows(reached, position, key)
-    if changed is None:
+    if key is None or changed is None:
         raise TableError(
             f"{source.name}: {why}. To follow changed rows, give a key (--key) and a table with a change data feed "
             "(delta.enableChangeDataFeed), or score the whole table again (mode overwrite)."
         )
+    added, gone = net_changes(changed, key)
     return Increment(
-        table=changed.rows,
+        table=added,
         output=_in_mode(output, "replace-where"),
         positions=positions,
-        deleted_keys=changed.keys,
+        deleted_keys=gone[key].combine_chunks(),
     )
 
 

@@ -65,6 +65,8 @@ def repeated_key(files: Sequence[LiveFile], key: str, values: pa.Array, spread: 
 
 def _near(files: Sequence[LiveFile], key: str, values: pa.Array) -> Sequence[LiveFile]:
     """Return the files whose bounds allow one of the values: integers or texts, which compare as in Python."""
+    if not len(values):
+        return ()
     if not (pa.types.is_integer(values.type) or without_size(values.type) == pa.string()) or not values.drop_null():
         return files
     lowest, highest = pc.min_max(values).as_py().values()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake.errors import AccessError, FingerprintError, LeaseLost, OutputError, StorageError
 from torchlake.failpoints import failpoint
@@ -63,7 +64,7 @@ class WriteRequest:
     never_null: str | None = None
     "A column that has a value in each row, failed ones too, whatever its type says."
     deleted_keys: pa.Array | None = None
-    "Keys whose rows are removed, besides those that are replaced."
+    "Keys whose rows are removed, and may be written again; None for replace-where: those of the rows to write."
     positions: Mapping[str, int] = field(default_factory=dict)
     "How far each source was read; stored with the rows."
     quarantined: Sequence[tuple[str, str]] = ()
@@ -247,25 +248,27 @@ class Transaction:
     def _replacing(self, snapshot: Any, change: Change) -> Change:
         """Return the change; for replace-where, with the files of this version that have replaced rows.
 
-        Raises OutputError for an increment with a key that the table has: a full run over the source is refused too.
+        Raises OutputError for an increment with a key that the table keeps: a full run over the source is refused too.
         """
         key, deleted, table = self.request.key, self.request.deleted_keys, as_table(self.target)
-        adds = change.mode == "append" and bool(change.positions) and not self.target.has(snapshot, self.id)
-        if key is None or table is None or not (adds or change.mode == "replace-where"):
+        adds, replaces = change.mode == "append" and bool(change.positions), change.mode == "replace-where"
+        if key is None or table is None or not (adds or replaces) or self.target.has(snapshot, self.id):
             return change
         kind = self.request.schema.field(key).type
-        keys = [*keys_in(self.parts, change.files, key), *([deleted] if deleted is not None else [])]
-        merged = pa.chunked_array([one.cast(kind) for one in keys], kind).combine_chunks()
+        keys = [one.cast(kind) for one in keys_in(self.parts, change.files, key)]
+        added = pa.chunked_array(keys, kind).combine_chunks()
         try:
             live = table.live_files(snapshot)
         except OutputError:
-            if not adds:
+            if replaces:
                 raise
             return change  # rows that others deleted by vectors would count as present
-        if not adds:
-            removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
-            return replace(change, removed=removed, kept=kept)
-        repeated = repeated_key(live, key, merged, self.request.spread)
+        if replaces:
+            gone = added if deleted is None else deleted.cast(kind)
+            removed, kept = without_keys(live, key, gone, self.parts, self.request.spread)
+            change = replace(change, removed=removed, kept=kept)
+            added = added.filter(pc.invert(pc.is_in(added, value_set=gone)))
+        repeated = repeated_key(live, key, added, self.request.spread)
         if repeated is not None:
             raise OutputError(
                 f"{self.target.shown}: has a row whose key {key!r} is {repeated}, as has a row to add, so the key is "

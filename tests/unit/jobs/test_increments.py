@@ -226,6 +226,21 @@ class Case:
             DeltaTable(self.source).update(predicate="id = 4", updates={"id": str(self.next_id)})
             self.next_id += 1
 
+    def repeat_key(self) -> None:
+        """Give a row the key of another one that does not change, or add one with such a key."""
+        if self.kind.startswith("delta"):
+            DeltaTable(self.source).update(predicate="id = 5", updates={"id": "4"})
+        else:
+            self.add_repeated_key()
+
+    def add_repeated_key(self) -> None:
+        self.next_id += 1
+        self._add(rows(4, 5, "repeated"))
+
+    def remove_repeated_key(self) -> None:
+        if self.kind.startswith("delta"):
+            DeltaTable(self.source).delete("id = 4 and text <> 'film 4'")
+
     def leave_condition(self) -> None:
         if self.kind.startswith("delta") and self.partition != "text":
             DeltaTable(self.source).update(predicate="id = 5", updates={"lang": "'nowhere'"})
@@ -299,9 +314,9 @@ class Case:
 
 
 EVENTS = (
-    "add", "add", "add_column", "widen", "delete", "update", "change_key", "leave_condition", "compact", "forget",
-    "overwrite", "restore", "recreate", "restore_output", "compact_output", "forget_output", "select_english",
-    "select_some", "select_few", "select_all", "another_function",
+    "add", "add", "add_column", "widen", "delete", "update", "change_key", "repeat_key", "add_repeated_key",
+    "remove_repeated_key", "leave_condition", "compact", "forget", "overwrite", "restore", "recreate", "restore_output",
+    "compact_output", "forget_output", "select_english", "select_some", "select_few", "select_all", "another_function",
 )  # fmt: skip
 
 
@@ -313,16 +328,20 @@ def call(case: Case) -> None:
         case.map("out", incremental=True)
     except TorchlakeError as error:
         refused = error
+    case.done.append("added" if refused is None else f"refused: {type(refused).__name__}: {refused}")
     if refused is not None:
-        case.done.append(f"refused: {type(refused).__name__}: {refused}")
         assert case.rows("out") == before, f"a refused call changed the output: {case.done}"
-        # It can go on: a full run replaces the output, and increments follow it. No increment follows a sample.
-        case.read = {key: value for key, value in case.read.items() if key == "where"}
+        case.read = {key: value for key, value in case.read.items() if key == "where"}  # no increment follows a sample
+    try:
+        case.map("full", mode="overwrite")
+    except TorchlakeError:  # the source has a repeated key
+        if refused is None:
+            raise
+        return
+    if refused is not None:
+        # It can go on: a full run replaces the output, and increments follow it.
         case.map("out", mode="overwrite")
         assert case.map("out", incremental=True).rows_in == 0, case.done
-    else:
-        case.done.append("added")
-    case.map("full", mode="overwrite")
     assert case.rows("out") == case.rows("full"), case.done
     assert tl.verify(case.output("out")).problems == []
 
@@ -398,6 +417,39 @@ def test_a_key_that_the_output_has_is_not_added_again(sink: str, tmp_path: Path,
     case.map("out", mode="overwrite")
     case.add()
     call(case)
+
+
+@pytest.mark.parametrize("sink", sweep(["delta", "iceberg"], quick={"delta"}))
+@pytest.mark.parametrize("change", ["a row gets another's key", "added beside a deletion", "two in one version"])
+def test_a_key_that_a_feed_repeats_is_refused(change: str, sink: str, tmp_path: Path, lake: Any) -> None:
+    case = Case(tmp_path, lake, None, "delta with a feed", sink, "")
+    case.make()
+    case.map("out", incremental=True)
+    before = case.rows("out")
+    if change == "a row gets another's key":
+        case.repeat_key()
+    else:
+        case.delete()
+        case._add(rows(4, 5, "repeated") if "beside" in change else pa.concat_tables([rows(9, 10), rows(9, 10)]))
+    for _ in range(2):
+        with pytest.raises(TorchlakeError, match=r"key 'id' .*is not unique|so the key is not unique"):
+            case.map("out", incremental=True)
+    assert case.rows("out") == before
+    call(case)
+
+
+def test_a_key_that_was_repeated_for_a_while(tmp_path: Path, lake: Any) -> None:
+    """The last change of the key is the removal of the older row, whose key the newer one has."""
+    case = Case(tmp_path, lake, None, "delta with a feed", "delta", "")
+    case.make()
+    case.map("out", incremental=True)
+    case.repeat_key()
+    DeltaTable(case.source).delete("text = 'film 4'")
+    case._add(rows(9, 10))
+    DeltaTable(case.source).delete("id = 9")
+    assert case.map("out", incremental=True).rows_in == 1
+    case.map("full", mode="overwrite")
+    assert case.rows("out") == case.rows("full")
 
 
 def test_files_of_the_output_that_another_library_rewrote(tmp_path: Path, lake: Any) -> None:

@@ -18,6 +18,8 @@ from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.sources._interface import ChangedRows
 
 LOG = "_delta_log"
+_OF_FEED = ("_change_type", "_commit_version", "_commit_timestamp")
+"The columns of a change data feed that are not the table's."
 
 
 class Added(NamedTuple):
@@ -65,10 +67,9 @@ def _actions(table: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def changed_rows(delta_table: Any, since: int, version: int, key: str) -> ChangedRows | None:
-    """Return what the versions after `since` did to the rows, by key; None if the table has no change data feed.
+    """Return the rows that the versions after `since` added and removed; None if the table has no change data feed.
 
-    Rows of one version with the same key count as an update: the inserted one is kept. Cost: the changes in memory.
-    Raises TableError when the feed cannot be read.
+    Cost: the changes in memory. Raises TableError when the feed cannot be read.
     """
     if delta_table.metadata().configuration.get("delta.enableChangeDataFeed") != "true":
         return None
@@ -85,14 +86,6 @@ def changed_rows(delta_table: Any, since: int, version: int, key: str) -> Change
     feed = feed.cast(pa.schema([field.with_type(types.get(field.name, field.type)) for field in feed.schema]))
     if key not in feed.column_names:
         raise TableError(f"{delta_table.table_uri}: has no column {key!r}. Give a column of the table as the key.")
-    keys = feed[key].combine_chunks().unique()
-    feed = feed.filter(pc.not_equal(feed["_change_type"], "update_preimage"))
-    present = pc.not_equal(feed["_change_type"], "delete")
-    order = pa.table({"version": feed["_commit_version"], "present": present.cast(pa.int8())})
-    feed = feed.take(pc.sort_indices(order, sort_keys=[("version", "ascending"), ("present", "ascending")]))
-    places = pa.table({"key": feed[key], "place": pa.array(range(len(feed)), pa.int64())})
-    last = places.group_by("key").aggregate([("place", "max")])["place_max"].combine_chunks()
-    feed = feed.take(last.take(pc.sort_indices(last)))
-    rows = feed.filter(pc.not_equal(feed["_change_type"], "delete"))
-    own = [name for name in rows.column_names if name not in ("_change_type", "_commit_version", "_commit_timestamp")]
-    return ChangedRows(rows.select(own), keys)
+    feed = feed.take(pc.sort_indices(feed["_commit_version"]))
+    removed = pc.is_in(feed["_change_type"], pa.array(["update_preimage", "delete"]))
+    return ChangedRows(feed.select([name for name in feed.column_names if name not in _OF_FEED]), removed)

@@ -79,12 +79,12 @@ class SourceTable:
 
 
 class ChangedRows(NamedTuple):
-    """What a range of versions did to the rows, by key."""
+    """The rows that a range of versions added and removed."""
 
     rows: pa.Table
-    "Inserted and updated rows, each once, as they are at the last version."
-    keys: pa.Array
-    "All keys whose rows were inserted, updated or deleted, or that a row had before it got another one."
+    "In the order of the versions; an updated row as it was before and as it is after, in any order."
+    removed: pa.ChunkedArray
+    "(N,) bool, whether the row was removed; else it was added."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Followed:
     has_changed: Callable[[int, int], str]
     "Why the files that were added in between are not all that is new; empty if they are."
     changed_rows: Callable[[int, int, str], ChangedRows | None]
-    "What happened in between to the rows, by key; None if the table does not record that."
+    "The rows that were added and removed in between, of a table with this key; None if it does not record them."
 
 
 @lru_cache(maxsize=1024)
