@@ -29,8 +29,12 @@ from torchlake.outputs.records import commits_of, position_of, read_record
 from torchlake.outputs.target import Target
 from torchlake.storage.urls import is_url
 from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json
+from torchlake.tables.selection.binding import bind
+from torchlake.tables.selection.grammar import parse
+from torchlake.tables.selection.rows import evaluate
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import Followed
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
 
 AGAIN = "Score everything again: once without incremental, with mode overwrite."
@@ -88,7 +92,7 @@ def new_rows(work: Work[Any], table: Any, output: Output, options: OutputOptions
                 f"{source.position}: an older copy was put in its place. {AGAIN}"
             )
         elif reached < position:
-            yield _since(source, reached, position, output, work.key, {name: position})
+            yield _since(source, reached, position, output, work.key, options.read, {name: position})
 
 
 def followed(table: Any) -> Followed | None:
@@ -142,7 +146,13 @@ def _in_mode(output: Output, mode: Any) -> Output:
 
 
 def _since(
-    source: Followed, reached: int, position: int, output: Output, key: str | None, positions: Mapping[str, int]
+    source: Followed,
+    reached: int,
+    position: int,
+    output: Output,
+    key: str | None,
+    read: ReadOptions,
+    positions: Mapping[str, int],
 ) -> Increment:
     """Return what happened between two positions."""
     why = source.has_changed(reached, position)
@@ -154,7 +164,10 @@ def _since(
             f"{source.name}: {why}. To follow changed rows, give a key (--key) and a table with a change data feed "
             "(delta.enableChangeDataFeed), or score the whole table again (mode overwrite)."
         )
+    where = read.selection.where
     added, gone = net_changes(changed, key)
+    if where is not None:  # a row that was not selected may have the key of one that was
+        gone = gone.filter(evaluate(bind(parse(where), gone.schema, where), gone))
     return Increment(
         table=added,
         output=_in_mode(output, "replace-where"),

@@ -233,6 +233,13 @@ class Case:
         else:
             self.add_repeated_key()
 
+    def change_hidden_row(self) -> None:
+        """Change a row that is not English, and has the key of an English one."""
+        if self.kind.startswith("delta"):
+            table = DeltaTable(self.source)
+            table.update(predicate="id = 3", updates={"id": "4"})
+            table.update(predicate="id = 4 and lang <> 'en'", updates={"text": "'hidden'"})
+
     def add_repeated_key(self) -> None:
         self.next_id += 1
         self._add(rows(4, 5, "repeated"))
@@ -315,8 +322,9 @@ class Case:
 
 EVENTS = (
     "add", "add", "add_column", "widen", "delete", "update", "change_key", "repeat_key", "add_repeated_key",
-    "remove_repeated_key", "leave_condition", "compact", "forget", "overwrite", "restore", "recreate", "restore_output",
-    "compact_output", "forget_output", "select_english", "select_some", "select_few", "select_all", "another_function",
+    "remove_repeated_key", "change_hidden_row", "leave_condition", "compact", "forget", "overwrite", "restore",
+    "recreate", "restore_output", "compact_output", "forget_output", "select_english", "select_english", "select_some",
+    "select_few", "select_all", "another_function",
 )  # fmt: skip
 
 
@@ -450,6 +458,30 @@ def test_a_key_that_was_repeated_for_a_while(tmp_path: Path, lake: Any) -> None:
     assert case.map("out", incremental=True).rows_in == 1
     case.map("full", mode="overwrite")
     assert case.rows("out") == case.rows("full")
+
+
+@pytest.mark.parametrize("by", [None, "kind", "at", "price"])
+def test_a_change_of_a_row_that_was_not_selected_removes_none(by: str | None, tmp_path: Path, lake: Any) -> None:
+    """The keys of the other rows are those of selected ones; conditions see the values of the table."""
+    case = Case(tmp_path, lake, None, "delta with a feed", "delta", "")
+    table = rows(0, 6).append_column("kind", pa.array([None, "b", "a", None, "b", "a"]))
+    table = pa.concat_tables([table, table.set_column(0, "id", pa.array([1, 2, 3, 4, 5, 6]))])
+    if by == "at":  # delta-rs cannot find the folders of times that are escaped
+        table = table.drop_columns("at").append_column("at", table["at"].cast(pa.date32()))
+    write_deltalake(case.source, table, configuration=FEED, partition_by=None if by is None else [by])
+    case.read = {"where": f"kind is null and votes < 4 and at < '2024-02-01' and price <= {STAMP.year}"}
+    case.map("out", incremental=True)
+    before = case.rows("out")
+    changed = DeltaTable(case.source)
+    changed.update(predicate="kind = 'b' or votes >= 4", updates={"text": "'hidden'"})
+    changed.delete("kind = 'a'")
+    assert case.map("out", incremental=True).rows_in == 0
+    assert case.rows("out") == before
+    changed.update(predicate="id = 1 and kind is null", updates={"kind": "'b'"})
+    changed.update(predicate="id = 1 and votes = 1 and kind = 'b'", updates={"kind": "null"})
+    case.map("out", incremental=True)
+    case.map("full", mode="overwrite")
+    assert case.rows("out") == case.rows("full") != before
 
 
 def test_files_of_the_output_that_another_library_rewrote(tmp_path: Path, lake: Any) -> None:
