@@ -25,7 +25,7 @@ from torchlake.jobs.changes import net_changes
 from torchlake.jobs.options import OutputOptions
 from torchlake.jobs.work import Work
 from torchlake.outputs.find import Output, output_of
-from torchlake.outputs.records import commits_of, position_of, read_record
+from torchlake.outputs.records import commits_of, position_of, read_record, source_commits
 from torchlake.outputs.target import Target
 from torchlake.storage.urls import is_url
 from torchlake.tables.plan import ChunkPlan, InputFile, plan_from_json
@@ -51,6 +51,8 @@ class Increment:
     positions: Mapping[str, int] | None
     "How far the table is read; None for files, whose new ones are found when they are planned."
     deleted_keys: pa.Array | None = None
+    source: Mapping[str, Any] | None = None
+    "The identity of the table whose rows `table` has, if they are not in its files."
 
 
 def new_rows(work: Work[Any], table: Any, output: Output, options: OutputOptions) -> Iterator[Increment]:
@@ -86,12 +88,9 @@ def new_rows(work: Work[Any], table: Any, output: Output, options: OutputOptions
             reached = _reached_by_others(target, snapshot, source, settings, options.read.asked)
         if reached is None:
             yield Increment(table=source.at(position), output=output, positions={name: position})
-        elif reached > source.position:
-            raise TableError(
-                f"{source.name}: {target.shown} has its rows up to version {reached}, but the table ends at "
-                f"{source.position}: an older copy was put in its place. {AGAIN}"
-            )
-        elif reached < position:
+            continue
+        _refuse_older_copy(target, snapshot, source, name, reached)
+        if reached < position:
             yield _since(source, reached, position, output, work.key, options.read, {name: position})
 
 
@@ -111,6 +110,21 @@ def followed(table: Any) -> Followed | None:
     return found
 
 
+def _refuse_older_copy(target: Target, snapshot: Any, source: Followed, name: str, reached: int) -> None:
+    """Raise TableError if the source does not have the version that was read, or has another one in its place."""
+    if reached > source.position:
+        why = f"the table ends at {source.position}"
+    else:
+        read, now = source_commits(target, snapshot, name, reached), source.commit(reached)
+        if not now or next(read, "") in ("", now) or any(one in ("", now) for one in read):
+            return
+        why = f"the table's version {reached} is another one now"
+    raise TableError(
+        f"{source.name}: {target.shown} has its rows up to version {reached}, but {why}: an older copy was put in its "
+        f"place. {AGAIN}"
+    )
+
+
 def position_name(source: Any, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return the name of a job's position in a source: the same for the same settings and selection of rows.
 
@@ -128,7 +142,7 @@ def only_new(
         return plan, _full_position(plan, output, settings)
     if increment.positions is None:
         return _new_files(plan, output, settings)
-    return plan, increment.positions
+    return (plan if increment.source is None else replace(plan, sources=(increment.source,))), increment.positions
 
 
 def _table_of(output: Output) -> Target:
@@ -173,6 +187,7 @@ def _since(
         output=_in_mode(output, "replace-where"),
         positions=positions,
         deleted_keys=gone[key].combine_chunks(),
+        source=changed.identity,
     )
 
 

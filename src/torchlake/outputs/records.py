@@ -9,7 +9,7 @@ with the rows. Below are what a record contains and the checks before every comm
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -110,6 +110,16 @@ def position_of(target: Target, snapshot: Snapshot, name: str) -> int | None:
     return found
 
 
+def source_commits(target: Target, snapshot: Snapshot, name: str, position: int) -> Iterator[str]:
+    """Yield what the records of rows that a target has say about the commit of the source at a position, if anything.
+
+    The newest record comes first. It is empty in records of earlier versions of torchlake.
+    """
+    for reached, record in _positions(target, snapshot, name):
+        if reached == position:
+            yield from (str(one.get("commit", "")) for one in record.get("sources", ()))
+
+
 def _position_of_rows(target: Target, snapshot: Snapshot, name: str, stored: int) -> int | None:
     """Return the highest position of a commit whose rows are still there, at most the `stored` one.
 
@@ -117,14 +127,20 @@ def _position_of_rows(target: Target, snapshot: Snapshot, name: str, stored: int
     table's own number is all that is known.
     """
     found: list[int] = []
-    for commit in dict.fromkeys([*([snapshot.latest] if snapshot.latest else []), *stored_commits(target.root)]):
-        position = ((read_record(target, commit) or {}).get("positions") or {}).get(name)
-        if position is None or not target.has(snapshot, commit):
-            continue
-        found.append(-1 if _lost(target, snapshot, [commit]) else position)
-        if position == found[-1] == stored:
+    for position, _ in _positions(target, snapshot, name):
+        found.append(position)
+        if position == stored:
             break
     return (max(found) if max(found) >= 0 else None) if found else stored
+
+
+def _positions(target: Target, snapshot: Snapshot, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position in each commit's record that has this one, -1 if its rows are gone, and the record."""
+    for commit in dict.fromkeys([*([snapshot.latest] if snapshot.latest else []), *stored_commits(target.root)]):
+        record = read_record(target, commit) or {}
+        position = (record.get("positions") or {}).get(name)
+        if position is not None and target.has(snapshot, commit):
+            yield -1 if _lost(target, snapshot, [commit]) else position, record
 
 
 def parts_of(target: Target, record: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ function of the job is quick, and runs in this process: what is tested is which 
 """
 
 import datetime as dt
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class Case:
     read: dict[str, Any] = field(default_factory=dict)
     function: str = "lengths"
     done: list[str] = field(default_factory=list)
+    copy: str = ""
 
     @property
     def source(self) -> str:
@@ -148,6 +150,25 @@ class Case:
                 partition_by=[by.name] if by is not None else None,
                 configuration=FEED if self.kind == "delta with a feed" else {},
             )
+        self.back_up()
+
+    def back_up(self) -> None:
+        """Keep a copy of the source as it is."""
+        if self.kind == "iceberg":
+            self.copy = self.lake.load_table("films.source").metadata_location
+        elif self.kind.startswith("delta"):
+            shutil.rmtree(self.folder / "copy", ignore_errors=True)
+            shutil.copytree(self.source, self.folder / "copy")
+
+    def put_back(self) -> None:
+        """Put the copy in place of the source; it has new versions soon."""
+        if self.kind == "iceberg":
+            self.lake.drop_table("films.source")
+            self.lake.register_table("films.source", self.copy)
+        elif self.kind.startswith("delta"):
+            shutil.rmtree(self.source)
+            shutil.copytree(self.folder / "copy", self.source)
+        self.add()
 
     def add(self) -> None:
         self.next_id += 3
@@ -323,8 +344,8 @@ class Case:
 EVENTS = (
     "add", "add", "add_column", "widen", "delete", "update", "change_key", "repeat_key", "add_repeated_key",
     "remove_repeated_key", "change_hidden_row", "leave_condition", "compact", "forget", "overwrite", "restore",
-    "recreate", "restore_output", "compact_output", "forget_output", "select_english", "select_english", "select_some",
-    "select_few", "select_all", "another_function",
+    "recreate", "back_up", "put_back", "put_back", "restore_output", "compact_output", "forget_output",
+    "select_english", "select_english", "select_some", "select_few", "select_all", "another_function",
 )  # fmt: skip
 
 
@@ -493,6 +514,57 @@ def test_files_of_the_output_that_another_library_rewrote(tmp_path: Path, lake: 
     DeltaTable(case.output("out")).update(predicate="id = 2", updates={"error": "null"})
     case.update()
     call(case)
+
+
+@pytest.mark.parametrize("first", ["incremental", "whole", "changed"])
+@pytest.mark.parametrize("kind", ["delta with a feed", "iceberg"])
+def test_an_older_copy_that_grew_is_refused(kind: str, first: str, tmp_path: Path, lake: Any) -> None:
+    """Its version has the number of the one that was read, or a higher one."""
+    case = Case(tmp_path, lake, None, kind, "delta", "")
+    case.make()
+    case.add()
+    if first == "changed" and kind != "iceberg":
+        case.map("out", incremental=True)
+        case.update()
+    case.map("out", incremental=first != "whole")
+    before = case.rows("out")
+    case.put_back()
+    case.update()
+    for _ in range(2):
+        with pytest.raises(TorchlakeError, match=r"version \d is another one now: an older copy was put in its place"):
+            case.map("out", incremental=True)
+        case.add()
+    assert case.rows("out") == before
+    case.back_up()
+    call(case)
+    case.add()
+    call(case)
+    case.put_back()
+    case.add()
+    call(case)
+
+
+@pytest.mark.parametrize("what", ["record", "log"])
+def test_a_version_that_cannot_be_compared_is_taken_for_the_one_that_was_read(
+    what: str, tmp_path: Path, lake: Any
+) -> None:
+    """Records of the version before do not say which commit it was; a log is cleaned up."""
+    case = Case(tmp_path, lake, None, "delta", "delta", "")
+    case.make()
+    case.add()
+    case.map("out", incremental=True)
+    if what == "record":
+        (path,) = (path for path in (tmp_path / "out/_torchlake/commits").iterdir() if ".plan." not in path.name)
+        record = json.loads(path.read_text())
+        del record["sources"][0]["commit"]
+        path.write_text(json.dumps(record))
+    else:
+        DeltaTable(case.source).create_checkpoint()
+    case.add()
+    if what == "log":
+        for version in (0, 1):
+            (tmp_path / f"source/_delta_log/{version:020d}.json").unlink()
+    assert case.map("out", incremental=True).rows_in == 3
 
 
 def test_columns_of_an_iceberg_table_that_changed_without_a_snapshot(tmp_path: Path, lake: Any) -> None:

@@ -54,7 +54,8 @@ def test_a_version_is_read_and_recorded(tmp_path: Path) -> None:
         found, plan, _ = read(f"{table}@v{version}")
         assert sorted(found["x"].to_pylist()) == rows
         own = {"id": deltalake.DeltaTable(table).metadata().id, "position": version}
-        assert plan.sources == ({"kind": "delta", "table": str(table), "version": version, **own},)
+        (source,) = plan.sources
+        assert source == {"kind": "delta", "table": str(table), "version": version, **own, "commit": source["commit"]}
     with pytest.raises(TableError, match=r"@v7: the Delta table cannot be read.*Check that version 7 exists"):
         open_table(f"{table}@v7")
 

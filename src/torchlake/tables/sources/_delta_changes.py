@@ -4,6 +4,7 @@ The log has one JSON file for each version, whose actions state whether they cha
 does not. A file that was added and has been compacted since is read as it was added. Cost: one small file per version.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,11 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import TableError, Unavailable
-from torchlake.storage.access import open_binary
+from torchlake.storage.access import open_binary, read_range
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.sources._interface import ChangedRows
 
 LOG = "_delta_log"
+_HASHED_BYTES = 1 << 20
 _OF_FEED = ("_change_type", "_commit_version", "_commit_timestamp")
 "The columns of a change data feed that are not the table's."
 
@@ -53,10 +55,21 @@ def added_files(table: str, since: int, version: int) -> Added:
     return Added(list(found.values()), changed)
 
 
-def _actions(table: str, number: int) -> Iterator[dict[str, Any]]:
-    file = f"{table.rstrip('/')}/{LOG}/{number:020d}.json"
+def commit_id(table: str, number: int) -> str:
+    """Return a hash of the start of a version's log, which names new files; empty if the log was removed."""
     try:
-        with open_binary(file) as source:
+        return hashlib.sha256(read_range(_log_of(table, number), 0, _HASHED_BYTES)).hexdigest()[:32]
+    except Unavailable:
+        return ""
+
+
+def _log_of(table: str, number: int) -> str:
+    return f"{table.rstrip('/')}/{LOG}/{number:020d}.json"
+
+
+def _actions(table: str, number: int) -> Iterator[dict[str, Any]]:
+    try:
+        with open_binary(_log_of(table, number)) as source:
             content = source.read()
     except Unavailable as error:
         raise TableError(

@@ -65,8 +65,8 @@ class SourceTable:
     files: tuple[SourceFile, ...]
     "The files, in the order of the rows."
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Kind, table, its own id, version, and the position of that version (`Followed`); for records. Empty for loose
-    files, each of which is recorded."""
+    """Kind, table, its own id, version, and that version's position and commit (`Followed`); for records. Empty for
+    loose files, each of which is recorded."""
     schema: pa.Schema | None = None
     "The table's columns; a column that a file lacks is null there. None: every file has the columns of the first one."
     partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
@@ -85,6 +85,8 @@ class ChangedRows(NamedTuple):
     "In the order of the versions; an updated row as it was before and as it is after, in any order."
     removed: pa.ChunkedArray
     "(N,) bool, whether the row was removed; else it was added."
+    identity: Mapping[str, Any] = {}
+    "That of the table at the last version, as in `SourceTable`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class Followed:
     "The table's own id: another one if the table was dropped and recreated under its name."
     position: int
     "The position of the current version; below 0 for a table without versions."
+    commit: Callable[[int], str]
+    "What distinguishes the version at a position from one that another copy of the table has there; empty if unknown."
     at: Callable[[int], str]
     "The table at a position."
     added: Callable[[int, int], str]

@@ -25,7 +25,7 @@ from torchlake.storage.errors import first_line, library_errors, storage_errors
 from torchlake.storage.urls import filesystem_of, is_url, object_store_options
 from torchlake.tables.formats.types import same_name
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
-from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
+from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows, commit_id
 from torchlake.tables.sources._iceberg_columns import FIELD_ID
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text, logged_text
@@ -147,6 +147,7 @@ def _identity(found: DeltaPath, table: Any) -> dict[str, Any]:
         "id": str(table.metadata().id),
         "version": version,
         "position": version,
+        "commit": commit_id(found.table, version),
     }
 
 
@@ -160,7 +161,9 @@ def follow(source: str | Path) -> Followed | None:
 
     def rows(since: int, version: int, key: str) -> ChangedRows | None:
         with library_errors(found.table):
-            return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
+            last = _load(DeltaPath(found.table, version))
+            changed = changed_rows(last, since, version, key)
+            return None if changed is None else changed._replace(identity=_identity(found, last) | {"since": since})
 
     def has_changed(since: int, version: int) -> str:
         with library_errors(found.table):
@@ -170,6 +173,7 @@ def follow(source: str | Path) -> Followed | None:
         name=found.table,
         id=str(table.metadata().id),
         position=int(table.version()),
+        commit=lambda version: commit_id(found.table, version),
         at=lambda version: f"{found.table}@v{version}",
         added=lambda since, version: f"{found.table}@v{since}..v{version}",
         has_changed=has_changed,

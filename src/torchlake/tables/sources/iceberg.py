@@ -110,6 +110,7 @@ def _identity(parsed: TableName, table: Any, snapshot: Any) -> dict[str, Any]:
         "version": version,
         # Snapshots of format version 1 have no sequence numbers, so a table of that version cannot be followed.
         "position": position if table.metadata.format_version > 1 else None,
+        "commit": str(version or ""),
     }
 
 
@@ -132,6 +133,10 @@ def follow(source: str | Path) -> Followed | None:
     def snapshot(position: int) -> int:
         return _snapshot_of(parsed, load_table(parsed), position)
 
+    def commit(position: int) -> str:
+        found = (one for one in load_table(parsed).metadata.snapshots if one.sequence_number == position)
+        return str(next((one.snapshot_id for one in found), ""))
+
     def has_changed(since: int, position: int) -> str:
         read = load_table(parsed)
         with library_errors(parsed.shown):
@@ -142,6 +147,7 @@ def follow(source: str | Path) -> Followed | None:
         name=parsed.shown,
         id=str(table.metadata.table_uuid),
         position=-1 if newest is None else int(newest.sequence_number),
+        commit=commit,
         at=lambda position: parsed.name if position < 0 else f"{parsed.name}@{snapshot(position)}:{columns}",
         added=lambda since, position: f"{parsed.name}@{snapshot(since)}..{snapshot(position)}",
         has_changed=has_changed,
