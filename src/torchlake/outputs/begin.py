@@ -22,7 +22,7 @@ from torchlake.outputs.compatibility import (
     refuse_differences,
 )
 from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_lost, is_result
-from torchlake.outputs.records import last_job
+from torchlake.outputs.records import last_job, read_record
 from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
 from torchlake.outputs.target import Snapshot, Target, as_table
@@ -160,8 +160,11 @@ def _transaction(found: FoundAtTarget, state: JobState, job: JobSpec, name: str,
 
 
 def _completed(found: FoundAtTarget, record: dict[str, Any]) -> Transaction:
-    state, name = state_of(found.target), record.get("commit", "")
-    return _transaction(found, state, found.job, name, complete=True, record=record)
+    state, name, job = state_of(found.target), record.get("commit", ""), found.job
+    if record["plan"] != job.plan.id:  # its parts have the chunk numbers of its own plan
+        stored = read_record(found.target, name, plan=True)
+        job = job if stored is None else job._replace(plan=plan_from_json(stored))
+    return _transaction(found, state, job, name, complete=True, record=record)
 
 
 def _check(found: FoundAtTarget) -> None:

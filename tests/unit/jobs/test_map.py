@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import mapping
 import scoring_runs
+import tiny
 import torchlake as tl
 from mapping import SCHEMA
 from torchlake.errors import FingerprintError, TableError, TooManyErrors, UsageError
@@ -93,6 +94,21 @@ def test_rows_that_raise_are_error_rows_and_others_are_not(tmp_path: Path) -> No
         failed = text == mapping.RAISER
         assert output[row]["upper"] == (None if failed else text.upper())
         assert output[row]["error"] == ("ValueError: this text raises" if failed else None)
+
+
+def test_a_complete_job_shows_the_failed_rows_of_the_chunks_that_it_kept(tmp_path: Path) -> None:
+    """Their numbers are those of the first call, when the input had another file before them."""
+    source = tmp_path / "in"
+    source.mkdir()
+    pq.write_table(pa.table({"text": ["good film"]}), source / "a.parquet")
+    pq.write_table(pa.table({"text": ["good film", mapping.RAISER]}), source / "b.parquet")
+    given = {"schema": SCHEMA, "columns": ["text"], "engine": tiny.Here()}
+    tl.map(mapping.make_misbehaving, source, tmp_path / "out", **given)
+    (source / "a.parquet").unlink()
+    for _ in range(2):
+        made = tl.map(mapping.make_misbehaving, source, tmp_path / "out", accept_removed_input=True, **given)
+        assert (made.rows_in, made.rows_failed) == (2, 1)
+        assert made.example == f"{source}/b.parquet row 1: ValueError: this text raises"
 
 
 def test_unreadable_rows_never_reach_the_function(tmp_path: Path) -> None:
