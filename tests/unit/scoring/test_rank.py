@@ -83,6 +83,37 @@ def test_a_killed_job_continues_and_is_complete_then(model: Path, tmp_path: Path
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")} == before
 
 
+@pytest.mark.parametrize(
+    ("option", "killed"),
+    [("accept_new_input", False), ("accept_new_input", True), ("accept_removed_input", False), ("overwrite", False)],
+)
+def test_ranks_are_those_of_all_files_of_now(model: Path, tmp_path: Path, option: str, killed: bool) -> None:
+    """Also those of files that did not change, whether the ranks before were committed or only finished."""
+    table, source = candidates(), tmp_path / "in"
+    source.mkdir()
+    files = {source / "a.parquet": table.slice(0, 12), source / "b.parquet": table.slice(12)}
+    for file, some in files.items():
+        if option == "accept_removed_input" or file.name == "a.parquet":
+            pq.write_table(some, file)
+    arguments = [str(model), str(source), str(tmp_path / "out")]
+    given = {"key": "id", "columns": ["passage"], "query": "query", "document": "passage", "engine": HERE}
+    if killed:
+        assert run(KILLED, arguments, failpoint="commit.write:2:kill9", once=tmp_path / "once").returncode == -9
+    else:
+        tl.rank(*arguments, **given, chunk_rows=7)
+    if option == "accept_removed_input":
+        (source / "a.parquet").unlink()
+    else:
+        pq.write_table(files[source / "b.parquet"], source / "b.parquet")
+    tl.rank(*arguments, **given, chunk_rows=7, **{option: True})
+    tl.rank(model, source, tmp_path / "whole", **given)
+    found, wanted = (pq.read_table(tmp_path / name).sort_by("id") for name in ("out", "whole"))
+    assert found["rank"].to_pylist() == wanted["rank"].to_pylist()
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")}
+    tl.rank(*arguments, **given, chunk_rows=7, overwrite=True)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")} == before
+
+
 def test_ranks_of_equal_and_missing_scores() -> None:
     queries = pa.chunked_array([["b", "a", "b"], ["a", None, "b"]])
     scores = np.array([0.5, 0.1, 0.5, 0.9, 0.3, np.nan], dtype=np.float32)
