@@ -5,7 +5,7 @@ whose bounds may have one of the keys, one read and write of the files that have
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,17 @@ class LiveFile:
     highest: Mapping[str, Any] = field(default_factory=dict)
 
 
-def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> Iterator[pa.Array]:
-    """Yield the values of the key column of parts."""
+def keys_in(folder: PartFolder, parts: Iterable[Part], key: str, kind: pa.DataType) -> pa.Array:
+    """Return the keys of the rows of parts, in this type; if the key is a partition column, one for each part."""
+    found = []
     for part in parts:
+        partition = dict(part.partition)
+        if key in partition:
+            found.append(pa.array([partition[key]], pa.string()).cast(kind))
+            continue
         with open_parquet(f"{folder.location}/{part.name}") as parquet:
-            yield from parquet.read(columns=[key])[key].chunks
+            found += [one.cast(kind) for one in parquet.read(columns=[key])[key].chunks]
+    return pa.chunked_array(found, kind).combine_chunks()
 
 
 def without_keys(
@@ -58,6 +64,9 @@ def without_keys(
 
 def repeated_key(files: Sequence[LiveFile], key: str, values: pa.Array, spread: Spread) -> str | None:
     """Return one of the values that a file has already, as text; None if none has."""
+    partitions = [dict(one.partition) for one in files]
+    if partitions and key in partitions[0]:
+        return _common(pa.chunked_array([[one[key] for one in partitions]], pa.string()).cast(values.type), values)
     files = _near(files, key, values)
     found = spread(partial(_present, key, values), files, size=sum(one.bytes for one in files), name="compare the keys")
     return next((one for one in [*found] if one is not None), None)
@@ -78,7 +87,12 @@ def _present(key: str, values: pa.Array, one: LiveFile) -> str | None:
     with open_parquet(one.file) as parquet:
         if key not in parquet.schema_arrow.names:
             return None
-        column, wanted = _alike(parquet.read(columns=[key])[key], values.drop_null())
+        return _common(parquet.read(columns=[key])[key], values)
+
+
+def _common(column: pa.ChunkedArray, values: pa.Array) -> str | None:
+    """Return one of the values that the column has, too."""
+    column, wanted = _alike(column, values.drop_null())
     found = column.filter(pc.is_in(column, value_set=wanted))
     return str(found[0]) if len(found) else None
 

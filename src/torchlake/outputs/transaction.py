@@ -255,8 +255,7 @@ class Transaction:
         if key is None or table is None or not (adds or replaces) or self.target.has(snapshot, self.id):
             return change
         kind = self.request.schema.field(key).type
-        keys = [one.cast(kind) for one in keys_in(self.parts, change.files, key)]
-        added = pa.chunked_array(keys, kind).combine_chunks()
+        added = keys_in(self.parts, change.files, key, kind)
         try:
             live = table.live_files(snapshot)
         except OutputError:

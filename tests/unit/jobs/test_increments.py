@@ -430,12 +430,17 @@ def test_an_increment_is_a_full_run_or_refused(
     check()
 
 
+@pytest.mark.parametrize("partition_by", [[], ["id"]])
 @pytest.mark.parametrize("sink", sweep(["delta", "iceberg"], quick={"delta"}))
-def test_a_key_that_the_output_has_is_not_added_again(sink: str, tmp_path: Path, lake: Any) -> None:
+def test_a_key_that_the_output_has_is_not_added_again(
+    sink: str, partition_by: list[str], tmp_path: Path, lake: Any
+) -> None:
     """A full run over the source is refused for its key; of two sources, neither takes the other's rows for its own."""
     case = Case(tmp_path, lake, None, "delta", sink, "")
     case.make()
-    case.map("out", incremental=True)
+    case.map("out", incremental=True, partition_by=partition_by)
+    case.add()
+    call(case)
     before = case.rows("out")
     case._add(rows(5, 7, "twice"))
     for _ in range(2):

@@ -88,6 +88,9 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     key = record["fingerprint"].get("key")
     key = key if isinstance(key, str) and key in record["schema"] else None
     row_ids, samples = key is None and "row_id" in record["schema"], samples_of(record["fingerprint"])
+    if key in {name for part in parts for name, _ in part.get("partition", ())}:  # its files lack the column
+        found.notes.append(f"The key {key!r} is a partition column: its values are compared with the log only.")
+        key = None
     facts: Any = {"folder": one.folder, "logged": one.logged, "unchanged": unchanged_inputs(plan, found.notes)}
     deleted = sum(one.logged[part["name"]].deleted for part in parts if part["name"] in one.logged)
     if deleted:
@@ -112,8 +115,7 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     found.rows_in += plan.rows if whole else rows // check.samples
     found.rows_out += rows - deleted
     found.rows_failed += failed
-    note = selection_note(plan)
-    found.notes += [] if note is None else [note]
+    found.notes += filter(None, [selection_note(plan)])
     if one.live is None:
         _find_orphan_files(Path(one.folder), {part["name"] for part in record["parts"]}, found)
     # Row ids in partitions are checked like keys: files of the same chunk must not share one.
