@@ -163,6 +163,10 @@ class FakeTarget:
     def live_files(self, snapshot: Version) -> list[LiveFile]:
         return [LiveFile(path=path, file=f"{self.root}/{path}", bytes=1) for path in snapshot.files]
 
+    def logged(self, snapshot: Version) -> Mapping[str, Any]:
+        """It has no statistics, and deletes no rows of a file."""
+        return {}
+
     def position(self, snapshot: Version, name: str) -> int | None:
         return None
 

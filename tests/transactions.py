@@ -3,7 +3,8 @@
 Each writer writes as `predict` does: plan, begin, read chunks, write parts, commit. After each stop of any of them:
 
 - the rows of the output are those from before, or what one whole job of this writer makes of them;
-- a job that adds rows adds them once, however often it runs, until another job has removed all of them;
+- a job that adds rows adds them once, however often it runs, until another job has removed all of them; one that
+  replaces rows by key does so again if others have;
 - a writer commits once;
 - a writer that lost its lease before it last looked at the output changes nothing;
 - a writer computes no chunk whose part was finished and kept, and one that succeeds has its rows in the output.
@@ -299,7 +300,7 @@ class Model:
         assert not (writing.lost and (self.local or writing.looked_after)), "a writer that lost its lease changed rows"
         writing.commits += 1
         assert writing.commits == 1, "a writer commits once"
-        adds = writing.job.mode != "overwrite"
+        adds = writing.job.mode not in ("overwrite", "replace-where")
         if self.table and (adds or len(self.states) == 1):  # to overwrite a table without a version is to add to it
             there = {one for one, _ in before or ()} & {one for one, _ in writing.job.rows}
             assert not adds or not there or writing.job.same not in self.added, "rows are added once"
@@ -330,7 +331,8 @@ class Model:
         writer, job = writing.writer, writing.job
         if writer.refused is None:
             since = self.states[writing.first - 1 :]
-            found = job.same in self.added or any({*job.rows} <= {*(state or ())} for state in since)
+            found = job.same in self.added and job.mode != "replace-where"
+            found = found or any({*job.rows} <= {*(state or ())} for state in since)
             assert found, "a job that succeeds has its rows in the output"
             assert self.table or any(state == job.rows for state in since), "and no others"
         elif isinstance(writer.refused, LeaseLost):

@@ -21,7 +21,7 @@ from torchlake.outputs.compatibility import (
     input_changes,
     refuse_differences,
 )
-from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_lost, is_result
+from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_result, must_differ
 from torchlake.outputs.records import last_job, read_record
 from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
@@ -257,7 +257,9 @@ def _resumed(found: FoundAtTarget, state: JobState, stored: _Interrupted | None)
     # commit are gone: the target would not commit its id again.
     given = found.request.commit_id
     replaces = (target.options.mode == "overwrite" and given is None) or target.reusable
-    basis = snapshot.version if replaces or is_lost(found, [commit_id(job, given)]) else ""
+    basis = snapshot.version if replaces else ""
+    while not name and must_differ(found, commit_id(job, given, basis)):
+        basis += f"+{snapshot.version}" if basis else snapshot.version
     name = name or commit_id(job, given, basis)
     return _transaction(
         found,

@@ -1,6 +1,6 @@
 """Find out whether a job's commit was made already: then nothing is left to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +10,9 @@ import pyarrow as pa
 from torchlake import atomic_io
 from torchlake.errors import FingerprintError, OutputError, TorchlakeError
 from torchlake.outputs.compatibility import JobSpec, differences, is_same
+from torchlake.outputs.parts import part_of_entry
 from torchlake.outputs.records import position_of, read_record, stored_commits
-from torchlake.outputs.rewrite import repeated_key
+from torchlake.outputs.rewrite import keys_in, repeated_key
 from torchlake.outputs.staging.kept import damage
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import WriteRequest
@@ -50,23 +51,65 @@ def finished_record(found: FoundAtTarget) -> dict[str, Any] | None:
         return published.record if published is not None and done else None
     # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
     # that are added have one id per job, which is found even if other commits came after it. So has a named commit.
-    given, replaces = request.commit_id, target.options.mode == "overwrite" and not request.commit_id
-    names = [] if replaces else [commit_id(job, given)]
-    if is_lost(found, names):  # written again later, with another id
-        names = stored_commits(target.root)
-    for name in [one for one in dict.fromkeys([*names, snapshot.latest]) if one is not None]:
+    replaces = target.options.mode == "overwrite" and not request.commit_id
+    for name in _candidates(found, [] if replaces else [commit_id(job, request.commit_id)]):
         record = read_record(target, name) if target.has(snapshot, name) else None
         if record is None or not _is_commit(found, record) or is_lost(found, [name]):
             continue
         # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
-        # would double rows that were only updated. An overwrite promises exactly these rows, so missing ones are
-        # written again.
+        # would double rows that were only updated. To replace doubles none, and promises just these rows, so missing
+        # and other ones are replaced again.
         problem = _damage_of_listed(found, record)
         if problem and not replaces:
             raise OutputError(f"{target.shown}: is damaged: {problem}. Write everything again, with mode overwrite.")
-        if not replaces or (target.has(snapshot, name, record) and _has_positions(found) and not problem):
+        if not _is_repeatable(found) or (not problem and _has_positions(found) and _is_there(found, record)):
             return record
     return None
+
+
+def _candidates(found: FoundAtTarget, names: Sequence[str]) -> Iterator[str]:
+    """Yield the commits that may be the job's: those of these names, the latest, and those that were made again."""
+    latest = found.snapshot.latest
+    yield from dict.fromkeys([*names, *([] if latest is None else [latest])])
+    if any(must_differ(found, name) for name in names):
+        yield from stored_commits(found.target.root)
+
+
+def must_differ(found: FoundAtTarget, name: str) -> bool:
+    """Return whether the job, if it is not complete, needs another id than this one, which the target has already."""
+    return is_lost(found, [name]) or (_is_repeatable(found) and found.target.has(found.snapshot, name))
+
+
+def _is_repeatable(found: FoundAtTarget) -> bool:
+    """Return whether the job replaces rows of a table, and its commit has no name that the caller has given."""
+    replaces = found.target.options.mode in ("overwrite", "replace-where")
+    return replaces and not found.request.commit_id and as_table(found.target) is not None
+
+
+def _is_there(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
+    """Return whether a table has just the rows of a commit; to replace rows by key, whether it has all of them, and no
+    others with their keys.
+
+    Another writer who changes or deletes a row writes its file again, or marks it. Cost for keys: those of the commit,
+    and of the other files whose bounds may have one of them.
+    """
+    target, request, snapshot = found.target, found.request, found.snapshot
+    if target.options.mode == "overwrite":
+        return target.has(snapshot, record["commit"], record)
+    table, key, parts = as_table(target), request.key, [part_of_entry(one) for one in record["parts"]]
+    listed = target.live(snapshot, record) or set()
+    if table is None or key is None or not {one.name for one in parts} <= listed:
+        return False
+    folder = target.part_folder(record["commit"], request.schema)
+    own = f"/{folder.location.rpartition('/')[2]}/"
+    if any(one.deleted for path, one in table.logged(snapshot).items() if own in f"/{path}"):
+        return False
+    try:
+        others = [one for one in table.live_files(snapshot) if own not in f"/{one.path}"]
+    except OutputError:  # no row can be replaced
+        return True
+    keys = keys_in(folder, parts, key, request.schema.field(key).type)
+    return repeated_key(others, key, keys, request.spread) is None
 
 
 def _damage_of_listed(found: FoundAtTarget, record: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable, TableFeatures
@@ -19,6 +20,7 @@ import torchlake as tl
 from delta_vectors import delete_by_vector
 from sweeps import sweep
 from torchlake.errors import FingerprintError, TableError, TorchlakeError, UsageError
+from torchlake.outputs.find import output_of
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
@@ -117,6 +119,49 @@ def test_a_folder_is_one_commit(tmp_path: Path) -> None:
     assert ids(output) == Counter(range(20, 40))
 
 
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_are_replaced_again_if_they_are_not_there(place: Any, kind: str) -> None:
+    """Without a name the table has the rows of the last call, whatever others did since; a repeated call is nothing."""
+    output, options = place(kind)
+    options |= {"mode": "replace-where", "chunk_rows": 50}
+    new = rows(0).set_column(1, "text", [["new"] * 20])
+
+    def check(table: pa.Table, *, version: str = "") -> str:
+        """Return the version that a call has left, which a second one leaves."""
+        for _ in range(2):
+            assert write(output, table, None, **options) == len(table)
+            found = tl.open(output).to_table(columns=["id", "same"])
+            both = found.filter(pc.is_in(found["id"], value_set=table["id"].combine_chunks())).sort_by("id")
+            assert both["same"].to_pylist() == table["text"].to_pylist()
+            now = output_of(output).target.snapshot().version
+            assert version in ("", now)
+            version = now
+        assert tl.verify(output).problems == []
+        return version
+
+    first = check(rows(0))
+    check(new.slice(0, 5))
+    check(rows(0))
+    check(new)
+    between = check(rows(0))
+    assert check(rows(1)) != between
+    check(rows(0), version=output_of(output).target.snapshot().version)
+    write(output, new.slice(3, 2), None, mode="append")
+    check(rows(0))
+    if kind == "delta":
+        DeltaTable(output).delete("id = 3")
+        check(rows(0))
+        DeltaTable(output).restore(int(first))
+    else:
+        with lake_table() as table:
+            table.delete("id = 3")
+            check(rows(0))
+            with table.refresh().manage_snapshots() as manage:
+                manage.set_current_snapshot(int(first))
+    check(rows(0))
+    check(rows(1))
+
+
 def test_a_commit_lives_as_long_as_its_rows(place: Any) -> None:
     """After a RESTORE or a deletion by others the rows of a commit are gone: the job writes them again."""
     output, options = place("delta")
@@ -160,6 +205,19 @@ def test_iceberg_commits_live_as_long_as_their_rows(place: Any) -> None:
         write(output, rows(1), "query-1", mode="append", **options)
         assert ids(output) == Counter(range(40))
     lake.close()
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite", "replace-where"])
+def test_rows_are_written_after_each_rollback_to_the_same_snapshot(place: Any, mode: str) -> None:
+    output, _ = place("iceberg")
+    write(output, rows(0), None)
+    with lake_table() as table:
+        first = table.current_snapshot().snapshot_id
+    for _ in range(3):
+        write(output, rows(1), None, mode=mode)
+        assert ids(output) == Counter(range(20 if mode == "overwrite" else 0, 40))
+        with lake_table() as table, table.manage_snapshots() as manage:
+            manage.set_current_snapshot(first)
 
 
 def test_rows_that_vectors_deleted_are_gone(place: Any) -> None:
