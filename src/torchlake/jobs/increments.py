@@ -257,12 +257,13 @@ def _new_files(plan: ChunkPlan, output: Output, settings: Mapping[str, Any]) -> 
     """
     target, name = _table_of(output), position_name("files", settings, plan.asked)
     snapshot = target.snapshot()
-    seen: dict[str, InputFile] = {}
+    seen: dict[str, tuple[InputFile, Mapping[str, Any]]] = {}
     for record in _records(target, snapshot):
         stored = read_record(target, record["commit"], plan=True)
         if stored is None or record.get("sources"):
             continue
-        files = {one.name: one for one in plan_from_json(stored).inputs}
+        read = plan_from_json(stored)
+        files = {one.name: (one, read.asked) for one in read.inputs}
         different = _different(record, settings, plan.asked)
         if different and files.keys() & {one.name for one in plan.inputs}:
             raise FingerprintError(
@@ -272,8 +273,8 @@ def _new_files(plan: ChunkPlan, output: Output, settings: Mapping[str, Any]) -> 
             )
         seen |= {} if different else files
     now = {one.name: one for one in plan.inputs}
-    for one in seen.values():
-        problem = _problem(one, now.get(one.name))
+    for one, asked in seen.values():
+        problem = _problem(one, now.get(one.name), asked, plan.asked)
         if problem:
             raise FingerprintError(f"{target.shown}: {problem} {AGAIN}")
     names = now.keys() - seen.keys()
@@ -290,12 +291,19 @@ def _new_files(plan: ChunkPlan, output: Output, settings: Mapping[str, Any]) -> 
     return only, {name: (reached or 0) + 1}
 
 
-def _problem(before: InputFile, now: InputFile | None) -> str:
-    """Return why the rows of a file in the output are not those of the input now; empty if they are."""
+def _problem(before: InputFile, now: InputFile | None, asked: Mapping[str, Any], asks: Mapping[str, Any]) -> str:
+    """Return why the rows of a file in the output are not those of the input now; empty if they are.
+
+    `asked` says which rows were requested then, `asks` now.
+    """
     if now is None:
         return f"{before.path}: is gone, but its rows are still in the output."
     if now.content != before.content:
-        return f"{now.path}: has changed since its rows were added."
+        if now.sha256 != before.sha256:
+            return f"{now.path}: has changed since its rows were added."
+        names = [name for name in {**asked, **asks} if asked.get(name) != asks.get(name)]
+        chosen = ", ".join(f"{name}: {asked.get(name)!r} -> {asks.get(name)!r}" for name in names) or "of all files"
+        return f"{now.path}: other rows of it were added than are selected now ({chosen})."
     # A folder that was moved has the same files at other paths; two folders have two files.
     if now.path != before.path and (is_url(before.path) or os.path.exists(before.path)):
         return f"{now.path}: is not {before.path}, a file of the same name whose rows were added."

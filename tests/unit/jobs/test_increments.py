@@ -30,7 +30,7 @@ import s3_server
 import tiny
 import torchlake as tl
 from sweeps import sweep
-from torchlake.errors import OutputError, TorchlakeError
+from torchlake.errors import FingerprintError, OutputError, TorchlakeError
 from torchlake.outputs.find import output_of
 from torchlake.outputs.records import commits_of
 from torchlake.outputs.target import TargetOptions
@@ -508,6 +508,15 @@ def test_a_change_of_a_row_that_was_not_selected_removes_none(by: str | None, tm
     case.map("out", incremental=True)
     case.map("full", mode="overwrite")
     assert case.rows("out") == case.rows("full") != before
+
+
+def test_rows_of_a_sample_are_not_added_to(tmp_path: Path, lake: Any) -> None:
+    case = Case(tmp_path, lake, None, "files", "delta", "")
+    case.make()
+    case.map("out", limit=2)
+    case.add()
+    with pytest.raises(FingerprintError, match=r"0\.parquet: other rows of it were added .*limit: 2 -> None"):
+        case.map("out", incremental=True)
 
 
 def test_files_of_the_output_that_another_library_rewrote(tmp_path: Path, lake: Any) -> None:
