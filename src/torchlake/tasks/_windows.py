@@ -10,6 +10,7 @@ the forward pass. `WindowedTask` is the common part of such tasks.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,7 +119,7 @@ class Windows:
     types: np.ndarray
     "(T,) uint8, 0 for the first text of a pair, 1 for the second."
     words: np.ndarray
-    "(T,) int32, each token's word in its text; -1 for special tokens."
+    "(T,) int32, each token's word in its text; -1 for special tokens, and for blanks between words."
     starts: np.ndarray
     "(T,) int32, each token's first character in its text."
     ends: np.ndarray
@@ -158,6 +159,7 @@ def encode(
     backend.no_padding()
     backend.no_truncation()
     blank = " " if pretokenized and _glues_words(backend) else ""
+    whole = not pretokenized and _leaves_blanks(backend)
     backend.enable_truncation(size, stride=stride, strategy=strategy, direction="right")
     lengths = np.zeros(len(texts), dtype=np.int64)
     pieces: list[tuple[np.ndarray, ...]] = []
@@ -167,8 +169,10 @@ def encode(
             some = [[blank + word if place and word else word for place, word in enumerate(words)] for words in some]
         for row, encoding in enumerate(backend.encode_batch(some, is_pretokenized=pretokenized), start=first):
             windows = [encoding, *encoding.overflowing]
+            parts = _between_blanks(texts[row]) if whole and isinstance(texts[row], str) else None
             for place, window in enumerate(windows):
-                pieces.append(_window(window, place, len(windows), stride, overlapping=int(1 in window.sequence_ids)))
+                arrays = _window(window, place, len(windows), stride, overlapping=int(1 in window.sequence_ids))
+                pieces.append(arrays if parts is None else _cut_at_blanks(*arrays, parts=parts))
                 lengths[row] += len(window.ids)
     backend.no_truncation()
     empty = [np.zeros(0, kind) for kind in (np.int32, np.uint8, np.int32, np.int32, np.int32, bool, np.int8)]
@@ -185,6 +189,31 @@ def _glues_words(backend: Any) -> bool:
         for each in ("a a", ["a", "a"], ["a", " a"])
     )
     return bool(words != text and spaced == text)
+
+
+def _leaves_blanks(backend: Any) -> bool:
+    """Return whether words by `word_ids` have blanks in them: for Llama and Gemma, a string is one word."""
+    text = "a a" if backend.normalizer is None else backend.normalizer.normalize_str("a a")
+    return backend.pre_tokenizer is None or len(backend.pre_tokenizer.pre_tokenize_str(text)) < 2
+
+
+def _between_blanks(text: str) -> np.ndarray:
+    """Return (3, P) of the parts of a string between blanks: the start with the space before it, the start, the end."""
+    parts = [(part.start(), part.start(1), part.end()) for part in re.finditer(r" ?(\S+)", text)]
+    return np.array(parts, dtype=np.int32).reshape(-1, 3).T
+
+
+def _cut_at_blanks(*arrays: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the arrays of one window with the parts of its text between blanks as words.
+
+    A space belongs to the word after it, also as a token, and is not counted as its start. Other blanks are in no word.
+    """
+    ids, types, _, starts, ends, counts, sequences = arrays
+    spaced, first, last = np.append(parts, np.full((3, 1), np.iinfo(np.int32).max, dtype=np.int32), axis=1)
+    words = np.searchsorted(last, starts, side="right")
+    words = np.where((sequences >= 0) & (ends > spaced[words]), words, -1).astype(np.int32)
+    starts = np.where(words >= 0, np.maximum(starts, first[words]), starts)
+    return ids, types, words, starts, ends, counts & (words >= 0), sequences
 
 
 def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) -> tuple[np.ndarray, ...]:

@@ -1,5 +1,6 @@
 """Token classification and question answering: labels, windows of long texts, spans and answers, metrics."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 import task_cases
 import tiny
@@ -48,6 +50,21 @@ ASKED = TaskSpec(
 
 
 byte_level = cache(tiny.bpe_tokenizer)
+BLANKS = normalizers.Replace(" ", "Ġ")
+LEAVE_BLANKS = {
+    "llama": (BLANKS, None),
+    "mistral": (None, pre_tokenizers.Metaspace("Ġ", prepend_scheme="never", split=False)),
+    "gemma": (BLANKS, pre_tokenizers.Split(" ", "merged_with_previous")),
+}
+
+
+def leaving_blanks(kind: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that has the tokens of `byte_level`, and for which a whole text is a word."""
+    tokenizer = tiny.bpe_tokenizer()
+    backend: Any = tokenizer.backend_tokenizer
+    backend.normalizer, backend.pre_tokenizer = LEAVE_BLANKS[kind]
+    backend.model.unk_token = "<unk>"
+    return tokenizer
 
 
 def columns(table: pa.Table, *names: str) -> dict[str, Any]:
@@ -116,6 +133,21 @@ def test_words_have_the_tokens_of_their_text(words: list[str]) -> None:
     assert set(listed.words.tolist()) == {-1, *range(len(words))}
 
 
+@pytest.mark.parametrize("kind", LEAVE_BLANKS)
+def test_a_string_is_cut_into_words_at_blanks(kind: str) -> None:
+    """Also by a tokenizer that does not: each word has the tokens that it has in a list."""
+    tokenizer, text = leaving_blanks(kind), " good   film\nw1  " + "a bad film, " * 20
+    places = [each.span() for each in re.finditer(r"\S+", text)]
+    made = tagging.features({"text": pa.array([text])}, tokenizer, SPEC)
+    starts, ends = (made.arrays[name].values for name in ("starts", "ends"))
+    assert list(zip(starts[starts >= 0], ends[starts >= 0], strict=True)) == places
+    text = "good film was bad"
+    made, listed = (tagging.features({"text": pa.array([one])}, tokenizer, SPEC) for one in (text, text.split()))
+    assert made.arrays["input_ids"].values.tolist() == listed.arrays["input_ids"].values.tolist()
+    deciding = [np.flatnonzero(one.arrays["starts"].values >= 0).tolist() for one in (made, listed)]
+    assert deciding[0] == deciding[1]
+
+
 def test_a_row_of_windows_is_computed_as_its_windows(tiny_bert: Path) -> None:
     model = tagging.base_model(tiny_bert, SPEC).eval()
     processor = tagging.load_processor(tiny_bert, SPEC, scoring=True)
@@ -132,10 +164,10 @@ def test_a_row_of_windows_is_computed_as_its_windows(tiny_bert: Path) -> None:
                 torch.testing.assert_close(whole[row, first : first + length], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("words", [False, True])
-def test_what_a_perfect_model_says_are_the_labels(tiny_bert: Path, words: bool) -> None:
+@pytest.mark.parametrize(("words", "kind"), [(False, ""), (True, ""), (False, "llama")])
+def test_what_a_perfect_model_says_are_the_labels(tiny_bert: Path, words: bool, kind: str) -> None:
     table = task_cases.moods(12, words=words)
-    processor = tagging.load_processor(tiny_bert, SPEC, scoring=True)
+    processor = leaving_blanks(kind) if kind else tagging.load_processor(tiny_bert, SPEC, scoring=True)
     made = tagging.features(columns(table, "text"), processor, SPEC)
     labels = table["label"].combine_chunks()
     _, targets = tagging.examples(columns(table, "text"), labels, processor, SPEC)
