@@ -46,7 +46,7 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "camembert": {**_BERT, "pad_token_id": 1},
     "distilbert": {**_BERT, "num_hidden_layers": 6},
     "electra": {**_BERT, "hidden_size": 256, "num_attention_heads": 4, "embedding_size": 128},
-    "mpnet": {**_BERT, "vocab_size": 30527, "pad_token_id": 1},
+    "mpnet": {**_BERT, "vocab_size": 30527, "pad_token_id": 1, "relative_attention_num_buckets": 32},
     "roberta": {**_BERT, "vocab_size": 50265, "pad_token_id": 1},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
 }
@@ -75,7 +75,10 @@ DISTILBERT_NAMES = {
 
 
 def encoder_config(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of `ENCODERS` for an encoder of these types, read without transformers; None for others."""
+    """Return the fields of `ENCODERS` for an encoder of these types, read without transformers; None for others.
+
+    Raises DataError for an MPNet that transformers fails to compute.
+    """
     values = atomic_io.read_json(folder / "config.json")
     defaults = ENCODERS.get(values.get("model_type"))
     if defaults is None:
@@ -86,6 +89,12 @@ def encoder_config(folder: Path) -> dict[str, Any] | None:
         # transformers knows its common names for DistilBERT's, too, but for the activation.
         other = default if name == "hidden_act" else values.get(name, default)
         found[name] = values.get(names.get(name, name), other)
+    buckets = found.get("relative_attention_num_buckets")
+    if isinstance(buckets, int) and buckets < 32:
+        raise DataError(
+            f"{folder / 'config.json'}: relative_attention_num_buckets is {buckets}, but transformers computes MPNet "
+            "with 32 buckets of distances. Use a model with 32 or more."
+        )
     return found
 
 

@@ -229,12 +229,15 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
 
 def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
-    """Expand MPNet's numbers by bucket of distances, (buckets, heads), to (heads, positions, positions)."""
+    """Expand MPNet's numbers by bucket of distances, (buckets, heads), to (heads, positions, positions).
+
+    transformers uses the first 32 buckets, however many there are.
+    """
     import torch
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
     places = torch.arange(positions)
-    buckets = MPNetEncoder.relative_position_bucket(places[None] - places[:, None], num_buckets=len(by_bucket))
+    buckets = MPNetEncoder.relative_position_bucket(places[None] - places[:, None])
     return by_bucket[buckets].permute(2, 0, 1).contiguous()
 
 

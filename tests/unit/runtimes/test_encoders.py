@@ -6,13 +6,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
 from cpus import needs_bf16, needs_int8
 from torchlake.data.batching import Ragged, pad
-from torchlake.errors import UsageError
+from torchlake.errors import DataError, UsageError
 from torchlake.models import load
 from torchlake.models.spec import load_spec
 from torchlake.processes import hardware
@@ -48,6 +49,31 @@ def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_pat
     np.testing.assert_allclose(
         varlen.load(folder, spec, device="cpu")(input_ids=ids, attention_mask=mask), expected, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("buckets", [31, 32, 64])
+def test_mpnet_has_the_buckets_of_distances_of_transformers(tmp_path: Path, buckets: int) -> None:
+    """transformers computes with 32 of them, whatever the configuration says."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    tokenizer = tiny.wordpiece_tokenizer()
+    config = transformers.MPNetConfig(
+        vocab_size=len(tokenizer), pad_token_id=0, relative_attention_num_buckets=buckets, **sizes
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.MPNetForSequenceClassification(config).eval()
+        torch.nn.init.normal_(model.mpnet.encoder.relative_attention_bias.weight)
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    ids = np.arange(200)[None] % 30 + 5
+    if buckets < 32:
+        with pytest.raises(DataError, match=r"config\.json: relative_attention_num_buckets is 31, .* with 32"):
+            load_spec(tmp_path)
+        return
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(ids)).logits.numpy()
+    ours = varlen.load(tmp_path, load_spec(tmp_path), device="cpu")(input_ids=ids, attention_mask=np.ones_like(ids))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 @needs_int8
