@@ -120,9 +120,18 @@ def _config_of(folder: Path, versions: tuple[Version, ...]) -> "PretrainedConfig
     try:
         auto: Any = transformers.AutoConfig
         config: PretrainedConfig = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _return_names(config)
         return config
     except Exception as error:
         raise DataError(f"{folder / 'config.json'}: cannot be loaded: {in_words(error)}") from error
+
+
+def _return_names(config: "PretrainedConfig") -> None:
+    """Let a model and its parts return their outputs by name: "return_dict": false is about callers of the model."""
+    config.return_dict = True
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _return_names(part)
 
 
 class Head(NamedTuple):

@@ -104,6 +104,25 @@ def changed(folder: Path, model: Path, **change: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_outputs_have_names_whatever_config_json_says(tmp_path: Path, tiny_model: Path, kind: str) -> None:
+    folder = changed(tmp_path / "model", tiny_model, return_dict=False)
+    if kind == "image":
+        parts = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.SiglipConfig(
+            vision_config={**parts, "image_size": 16, "patch_size": 8}, text_config=parts
+        )
+        values = {**config.to_dict(), "return_dict": False}
+        values["vision_config"]["return_dict"] = False
+        transformers.SiglipForImageClassification(config).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(values))
+    task = f"{kind}_classification"
+    model = load.load_model(folder, auto_class=plugins.load("tasks", task).auto_class)
+    inputs = {"input_ids": torch.tensor([[2, 7, 3]])} if kind == "text" else {"pixel_values": torch.ones(1, 3, 16, 16)}
+    with torch.inference_mode():
+        torch.testing.assert_close(model(**inputs).logits, model(**inputs, return_dict=True).logits)
+
+
 @pytest.fixture(scope="module")
 def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """Classifiers in torchlake and in transformers: without a padding token, with one, and with one that ends rows."""
