@@ -62,6 +62,8 @@ __all__ = [
     "max_length",
     "model_folder",
     "positions",
+    "refuse_outputs",
+    "refuse_sizes",
     "refuse_unused",
     "save_model_folder",
     "whole_config",
@@ -123,23 +125,37 @@ def load_model(
     folder = model_folder(folder)
     check_files(folder)
     model, info = from_pretrained(folder, auto_class, dtype=dtype, **(placement or {}))
-    lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
-    if lacking:
+    refuse_sizes(folder, info["mismatched_keys"])
+    if lacking := sorted(info["missing_keys"]):
         raise DataError(
             f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned "
             f"{type(model).__name__}: its predictions would be random. Fine-tune it first (torchlake train)."
         )
     refuse_unused(folder, info["unexpected_keys"])
-    if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
-        raise DataError(
-            f"{folder}: the head has {model.config.num_labels} outputs, but "
-            f"{TASK_FILE if (folder / TASK_FILE).exists() else 'config.json'} has {len(spec.labels)} classes"
-        )
+    if spec is not None and spec.problem not in GENERATIVE:
+        refuse_outputs(folder, model.config.num_labels, spec)
     model.train(False)
     if not is_mapped():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     return model
+
+
+def refuse_sizes(folder: Path, mismatched: Iterable[tuple[Any, ...]]) -> None:
+    """Raise DataError for tensors whose size differs from the model's: (name, size in the file, size in the model)."""
+    for name, *sizes in sorted(mismatched):
+        stored, wanted = (" x ".join(map(str, size)) for size in sizes)
+        raise DataError(
+            f"{folder}: {name} has the size {stored} in the weights, but config.json asks for {wanted}. Correct "
+            "config.json (id2label, the widths), or copy it from where the weights are from."
+        )
+
+
+def refuse_outputs(folder: Path, outputs: int | None, spec: TaskSpec) -> None:
+    """Raise DataError if a head does not have an output for each class, or one output without classes."""
+    if outputs != (wanted := max(1, len(spec.labels))):
+        file = TASK_FILE if (folder / TASK_FILE).exists() else "config.json"
+        raise DataError(f"{folder}: the head has {outputs} outputs, but {file} asks for {wanted}")
 
 
 def load_weights(folder: Path) -> "dict[str, torch.Tensor]":

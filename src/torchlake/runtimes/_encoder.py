@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io, plugins
-from torchlake.config.task_spec import TASK_FILE, TaskSpec
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import load_weights, refuse_unused
+from torchlake.models.load import load_weights, refuse_outputs, refuse_unused
 from torchlake.models.spec import EMBEDS
 
 if TYPE_CHECKING:
@@ -261,10 +261,7 @@ def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Ma
     for name in ("classifier.dense", "classifier.out_proj") if like_roberta else names.head:
         linear = take.linear(name)
         head += [linear_module(linear)] if head else [linear_module(linear), activation()]
-    if len(linear.bias) != max(1, len(spec.labels)):
-        raise DataError(
-            f"{take.folder}: the head has {len(linear.bias)} outputs, but {TASK_FILE} names {len(spec.labels)} classes"
-        )
+    refuse_outputs(take.folder, len(linear.bias), spec)
     return torch.nn.Sequential(*head)
 
 

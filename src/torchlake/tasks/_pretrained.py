@@ -14,7 +14,15 @@ from torchlake.config.task_spec import GENERATIVE, TaskSpec, label_name
 from torchlake.errors import DataError, TaskError
 from torchlake.models.config import load_config
 from torchlake.models.folders import model_folder
-from torchlake.models.load import CLASSIFIES, from_pretrained, load_model, load_weights, refuse_unused, whole_config
+from torchlake.models.load import (
+    CLASSIFIES,
+    from_pretrained,
+    load_model,
+    load_weights,
+    refuse_sizes,
+    refuse_unused,
+    whole_config,
+)
 from torchlake.models.safety import check_folder
 from torchlake.models.spec import PROBLEM_TYPES, head_spec
 from torchlake.models.tokenizer import choose_padding_of_head, read_by_place
@@ -75,6 +83,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
     # The pooler is part of the head: some encoders were pretrained without one and lack its weights.
     torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
+    refuse_sizes(folder, (key for key in info["mismatched_keys"] if key[0] in torn))
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
     refuse_unused(folder, info["unexpected_keys"], body=body)
@@ -264,6 +273,7 @@ def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
         if not key.startswith("pooler.")
         and "Sinusoid" not in type(model.get_submodule(key.rpartition(".")[0])).__name__
     )
+    refuse_sizes(folder, (key for key in info["mismatched_keys"] if key[0] in torn))
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
     refuse_unused(folder, info["unexpected_keys"], body=f"{model.base_model_prefix}.")

@@ -26,6 +26,7 @@ from torchlake.models import load
 from torchlake.models.config import ENCODERS, HEADS, IMAGE_MODELS, Head, architectures_of, tasks_of
 from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
+from torchlake.runtimes import varlen
 from torchlake.tasks._pretrained import base_model, load_encoder
 
 AUTO = "AutoModelForSequenceClassification"
@@ -102,6 +103,27 @@ def changed(folder: Path, model: Path, **change: Any) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     return folder
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"]])
+def test_a_head_of_another_size_than_config_json_says_is_named(
+    tmp_path: Path, tiny_model: Path, names: list[str]
+) -> None:
+    change = {"id2label": dict(enumerate(names)), "problem_type": "regression" if len(names) == 1 else None}
+    folder = changed(tmp_path / "model", tiny_model, **change)
+    spec, number = load_spec(folder), len(names)
+    with pytest.raises(DataError, match=rf"classifier\.bias has the size 2 in the weights, but .* asks for {number}\."):
+        load.load_model(folder, spec, auto_class=AUTO)
+    with pytest.raises(DataError, match=rf"the head has 2 outputs, but config\.json asks for {number}$"):
+        varlen.load(folder, spec, device="cpu")
+
+
+def test_a_body_of_another_size_than_config_json_says_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    folder = changed(tmp_path / "model", tiny_model, intermediate_size=7)
+    with pytest.raises(
+        DataError, match=r"intermediate\.dense\.bias has the size \d+ in the weights, but .* asks for 7\."
+    ):
+        base_model(folder, tiny.SPEC, AUTO)
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
