@@ -183,10 +183,15 @@ def test_hints_of_several_labels_and_of_rare_ones_are_those_of_cleanlab(tmp_path
     lists = [np.flatnonzero(row).tolist() for row in truth]
     labels = pa.array([[names[at] for at in row] for row in lists])
     predicted = pa.table({**{f"prob_{name}": chances[:, at] for at, name in enumerate(names)}, "label": labels})
-    by, found = label_hints(predicted, labels, replace(made.classes_spec(names), problem="multi_label"), "labels")
+    spec = replace(made.classes_spec(names), problem="multi_label")
+    by, found = label_hints(predicted, labels, spec, "labels")
     assert by.startswith("confident learning (cleanlab")
     assert found["label_issue"].any()
     assert found["label_issue"].tolist() == find_label_issues(lists, chances.astype(np.float64), n_jobs=1).tolist()
+    everywhere = pa.array([sorted({"ant", *row}) for row in labels.to_pylist()])
+    by, found = label_hints(predicted, everywhere, spec, "labels")
+    assert by == "the probability of the label (one label is in every row)"
+    assert found["label_issue"].any()
     once = np.array([0] * 60 + [1] * 39 + [2])
     scored = made.scored_classes(made.chances_of(once, 3, accuracy=0.8), once, names)
     assert made.evaluated(tmp_path, scored, made.classes_spec(names), hints=True)["sections"]["hints"]["rows"] > 0

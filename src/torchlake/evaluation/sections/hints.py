@@ -124,6 +124,8 @@ def label_hints(predicted: pa.Table, labels: pa.Array, spec: TaskSpec, kind: str
         why = "more rows and classes than cleanlab is given"
     elif seen < 2:
         why = "fewer than two labels occur"
+    elif kind == "labels" and positive.all(axis=0).any():
+        why = "one label is in every row"
     if why or find_spec("cleanlab") is None:
         how = "the probability of the label" + (f" ({why})" if why else "")
         own = own.astype(np.float64)
