@@ -262,6 +262,11 @@ def _classes(seen: LabelCounts, problem: Problem, note: str | None = None) -> La
         raise DataError(
             f"the label column holds {shown}, so there is nothing to learn. Training needs 2 or more classes."
         )
+    if isinstance(labels[-1], int) and labels[-1] >= 2**63:
+        raise DataError(
+            f"the label column holds {labels[-1]}, but classes that are integers are at most 2^63 - 1. Write the "
+            "labels as strings, or set data.problem to regression to predict a number."
+        )
     return LabelColumn(
         problem=problem,
         labels=labels,

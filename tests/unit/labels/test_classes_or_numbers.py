@@ -77,6 +77,7 @@ def test_what_was_found_can_be_encoded(values: list[str]) -> None:
         ([pa.array([1]), pa.array(["a"])], "integers and strings"),
         ([pa.array(range(1001))], "distinct integers.*data.problem to regression"),
         ([pa.array(map(str, range(1001)))], "distinct integers"),
+        ([pa.array([1]), pa.array([2**63], pa.uint64())], r"9223372036854775808, but .* at most 2\^63 - 1\. .*strings"),
         ([pa.array(f"text {row}" for row in range(10_001))], "Check that it is the right column"),
         ([pa.array(f"{row}.5" for row in range(10_001)), pa.array(["word"])], "'word' among them"),
         ([pa.array([1.0, float("nan")])], "1 numbers that are NaN, infinite"),
