@@ -76,7 +76,7 @@ def _candidates(found: FoundAtTarget, names: Sequence[str]) -> Iterator[str]:
 
 
 def must_differ(found: FoundAtTarget, name: str) -> bool:
-    """Return whether the job, if it is not complete, needs another id than this one, which the target has already."""
+    """Return whether the job, if it is not complete, needs an id other than this one, which the target has."""
     return is_lost(found, [name]) or (_is_repeatable(found) and found.target.has(found.snapshot, name))
 
 
