@@ -198,8 +198,10 @@ def check_hash(folder: str | Path, expected: str) -> None:
 
 
 def mapped_files(folder: Path) -> dict[Path, os.stat_result]:
-    """Return the files of a model, and of its exports, that a loaded model may keep in a memory map."""
-    return {path: path.stat() for path in folder.rglob("*") if path.suffix in MAPPED and path.is_file()}
+    """Return the files of a model, of its exports and of an adapter's base that a loaded model may keep in a map."""
+    places = [folder, *(model_folder(base) for base in _base_of(folder))]
+    found = (path for place in places for path in place.rglob("*"))
+    return {path: path.stat() for path in found if path.suffix in MAPPED and path.is_file()}
 
 
 def check_in_place(files: Mapping[Path, os.stat_result]) -> None:
@@ -245,11 +247,17 @@ def weight_bytes(folder: str | Path) -> int:
     """Return the bytes of the weights on disk; of an adapter, also those of its base, if that is here."""
     place = model_folder(folder)
     size = sum(path.stat().st_size for path in weight_files(place))
-    if (place / BASE_RECORD).is_file() and (place / ADAPTER_TENSORS).is_file():
-        named = atomic_io.read_json(place / BASE_RECORD)
-        base = named["name"] if named.get("revision") is None else f"{named['name']}@{named['revision']}"
+    for base in _base_of(place):
         size += (place / ADAPTER_TENSORS).stat().st_size + weight_bytes(base)
     return size
+
+
+def _base_of(folder: Path) -> list[str]:
+    """Return the name of an adapter's base; nothing for other models."""
+    if not ((folder / BASE_RECORD).is_file() and (folder / ADAPTER_TENSORS).is_file()):
+        return []
+    named = atomic_io.read_json(folder / BASE_RECORD)
+    return [named["name"] if named.get("revision") is None else f"{named['name']}@{named['revision']}"]
 
 
 def tokenizer_hash(folder: str | Path) -> str:

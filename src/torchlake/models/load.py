@@ -171,15 +171,20 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     if adapters.is_adapter(folder):  # merged into its base; tied tensors occur once
         from torchlake.checkpoints.format import untied
 
-        return dict(untied(from_pretrained(folder, read_head(folder).architecture)[0].state_dict()))
+        merged = dict(untied(from_pretrained(folder, read_head(folder).architecture)[0].state_dict()))
+        return _kept(merged)
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
-        tensors |= found if is_mapped() else {name: tensor.clone() for name, tensor in found.items()}
+        tensors |= _kept(found)
     return tensors
+
+
+def _kept(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    return tensors if is_mapped() else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def refuse_unused(folder: Path, names: Iterable[str], *, body: str | None = None) -> None:

@@ -21,7 +21,7 @@ from torchlake.outputs.compatibility import (
     input_changes,
     refuse_differences,
 )
-from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_result, must_differ
+from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_result, needs_new_id
 from torchlake.outputs.records import last_job, read_record
 from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
@@ -258,7 +258,7 @@ def _resumed(found: FoundAtTarget, state: JobState, stored: _Interrupted | None)
     given = found.request.commit_id
     replaces = (target.options.mode == "overwrite" and given is None) or target.reusable
     basis = snapshot.version if replaces else ""
-    while not name and must_differ(found, commit_id(job, given, basis)):
+    while not name and needs_new_id(found, commit_id(job, given, basis)):
         basis += f"+{snapshot.version}" if basis else snapshot.version
     name = name or commit_id(job, given, basis)
     return _transaction(

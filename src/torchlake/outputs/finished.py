@@ -62,7 +62,7 @@ def finished_record(found: FoundAtTarget) -> dict[str, Any] | None:
         problem = _damage_of_listed(found, record)
         if problem and not replaces:
             raise OutputError(f"{target.shown}: is damaged: {problem}. Write everything again, with mode overwrite.")
-        if not _is_repeatable(found) or (not problem and _has_positions(found) and _is_there(found, record)):
+        if not _is_repeatable(found) or (not problem and _has_positions(found) and _has_result(found, record)):
             return record
     return None
 
@@ -71,11 +71,11 @@ def _candidates(found: FoundAtTarget, names: Sequence[str]) -> Iterator[str]:
     """Yield the commits that may be the job's: those of these names, the latest, and those that were made again."""
     latest = found.snapshot.latest
     yield from dict.fromkeys([*names, *([] if latest is None else [latest])])
-    if any(must_differ(found, name) for name in names):
+    if any(needs_new_id(found, name) for name in names):
         yield from stored_commits(found.target.root)
 
 
-def must_differ(found: FoundAtTarget, name: str) -> bool:
+def needs_new_id(found: FoundAtTarget, name: str) -> bool:
     """Return whether the job, if it is not complete, needs an id other than this one, which the target has."""
     return is_lost(found, [name]) or (_is_repeatable(found) and found.target.has(found.snapshot, name))
 
@@ -86,7 +86,7 @@ def _is_repeatable(found: FoundAtTarget) -> bool:
     return replaces and not found.request.commit_id and as_table(found.target) is not None
 
 
-def _is_there(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
+def _has_result(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
     """Return whether a table has just the rows of a commit; to replace rows by key, whether it has all of them, and no
     others with their keys.
 
@@ -104,10 +104,7 @@ def _is_there(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
     own = f"/{folder.location.rpartition('/')[2]}/"
     if any(one.deleted for path, one in table.logged(snapshot).items() if own in f"/{path}"):
         return False
-    try:
-        others = [one for one in table.live_files(snapshot) if own not in f"/{one.path}"]
-    except OutputError:  # no row can be replaced
-        return True
+    others = [one for one in table.live_files(snapshot) if own not in f"/{one.path}"]
     keys = keys_in(folder, parts, key, request.schema.field(key).type)
     return repeated_key(others, key, keys, request.spread) is None
 

@@ -31,7 +31,7 @@ from torchlake.tables.plan import Chunk, ChunkPlan
 TEXT_LENGTH = 32
 "Maximum characters of a bound; an upper bound that was cut off ends with LAST, above all strings that begin like it."
 LAST = chr(0x10FFFF)
-WHOLE = ("rank",)
+JOBS_ON_ALL_ROWS = ("rank",)
 "Jobs in which a row depends on all rows of the input."
 TABLE = "table"
 "The folder inside the staging folder that becomes the output."
@@ -78,10 +78,10 @@ def part_name(plan: ChunkPlan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> 
     """Return the file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
 
     It depends on the content of the chunk's file, the chunk's range and the fingerprint, but not on the rest of the
-    plan: a part stays valid when files are added to the input. A part of a job on WHOLE tables is of one plan only.
+    plan: a part stays valid when files are added to the input. A part of one of JOBS_ON_ALL_ROWS is of one plan only.
     """
     place = [chunk.name, chunk.row_groups, chunk.first_row, chunk.rows, chunk.offset, chunk.bytes]
-    content = plan.id if fingerprint.get("job") in WHOLE else plan.content_of[chunk.name]
+    content = plan.id if fingerprint.get("job") in JOBS_ON_ALL_ROWS else plan.content_of[chunk.name]
     value = [content, *place, plan.schema.names, fingerprint]
     return f"part-{chunk.index:05d}-{atomic_io.digest(value)[:16]}.parquet"
 

@@ -184,8 +184,8 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     `models.load_model`.
 
     The tensors are read from the file by name, because importing transformers takes longer than everything else. The
-    weights of queries, keys and values are concatenated and therefore copied; the others stay in a memory map that
-    processes share.
+    weights of queries, keys and values are concatenated and therefore copied; the others are as `load_weights` returns
+    them, in a job in a memory map that processes share.
     """
 
     config = encoder_config(folder)

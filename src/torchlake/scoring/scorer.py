@@ -105,7 +105,7 @@ class Scorer:
 
             open_sharded = _sharded.load_sharded if generation is None else _sharded.open_sharded_writer
             load = partial(open_sharded, number=self.settings.gpus_per_process)
-        self.files = folders.mapped_files(folder) if is_mapped() else {}
+        self.files = folders.mapped_files(folder) if is_mapped() and self.device == "cpu" else {}
         with _products.keeping(self.settings.products):
             loaded: Any = load(folder, self.spec, device=self.device, **options)
         if generation is not None and not hasattr(loaded, "step"):

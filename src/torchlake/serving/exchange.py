@@ -121,7 +121,7 @@ class ServedRequest:
     def record(self, route: str, method: str) -> None:
         """Count the request and write its line: no texts, and no values of headers but the id."""
         seconds = time.perf_counter() - self.began
-        if method not in ("GET", "HEAD"):  # probes of health are not the model's requests
+        if method not in ("GET", "HEAD"):  # the model's requests are POSTs; a probe would be most of them
             self.service.metrics.count(self, seconds)
         self.service.note_queue()
         if log.isEnabledFor(logging.INFO):

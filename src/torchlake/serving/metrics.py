@@ -60,7 +60,7 @@ class ServerMetrics:
         return len(list(Path(folder).glob("gauge_livesum_*.db"))) if folder else started
 
     def count(self, used: "ServedRequest", seconds: float) -> None:
-        """Count one request to the model as TEI does: as `single` or `batch`, and its times if it is answered."""
+        """Count one request, as `single` or `batch` by its rows, and its times if it is answered."""
         method = "batch" if used.rows > 1 else "single"
         self.requests.labels(method).inc()
         answered = 0 < used.status < 400

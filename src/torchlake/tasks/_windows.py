@@ -198,9 +198,10 @@ def _leaves_blanks(backend: Any) -> bool:
 
 
 def _between_blanks(text: str) -> np.ndarray:
-    """Return (3, P) of the parts of a string between blanks: the start with the space before it, the start, the end."""
+    """Return (3, P + 1) of the parts of a string between blanks: the start with the space before it, the start, the
+    end; and a last one that no token reaches."""
     parts = [(part.start(), part.start(1), part.end()) for part in re.finditer(r" ?(\S+)", text)]
-    return np.array(parts, dtype=np.int32).reshape(-1, 3).T
+    return np.array([*parts, (np.iinfo(np.int32).max,) * 3], dtype=np.int32).T
 
 
 def _cut_at_blanks(*arrays: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -209,7 +210,7 @@ def _cut_at_blanks(*arrays: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, 
     A space belongs to the word after it, also as a token, and is not counted as its start. Other blanks are in no word.
     """
     ids, types, _, starts, ends, counts, sequences = arrays
-    spaced, first, last = np.append(parts, np.full((3, 1), np.iinfo(np.int32).max, dtype=np.int32), axis=1)
+    spaced, first, last = parts
     words = np.searchsorted(last, starts, side="right")
     words = np.where((sequences >= 0) & (ends > spaced[words]), words, -1).astype(np.int32)
     starts = np.where(words >= 0, np.maximum(starts, first[words]), starts)

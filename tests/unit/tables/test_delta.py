@@ -50,12 +50,16 @@ def test_a_version_is_read_and_recorded(tmp_path: Path) -> None:
     deltalake.write_deltalake(table, pa.table({"x": [3]}), mode="append")
     deltalake.write_deltalake(table, pa.table({"x": [9]}), mode="overwrite")
     assert read(table)[0]["x"].to_pylist() == [9]
+    commits = set()
     for version, rows in ((0, [1, 2]), (1, [1, 2, 3]), (2, [9])):
         found, plan, _ = read(f"{table}@v{version}")
         assert sorted(found["x"].to_pylist()) == rows
         own = {"id": deltalake.DeltaTable(table).metadata().id, "position": version}
         (source,) = plan.sources
         assert source == {"kind": "delta", "table": str(table), "version": version, **own, "commit": source["commit"]}
+        assert read(f"{table}@v{version}")[1].sources == (source,)
+        commits.add(source["commit"])
+    assert len(commits - {""}) == 3
     with pytest.raises(TableError, match=r"@v7: the Delta table cannot be read.*Check that version 7 exists"):
         open_table(f"{table}@v7")
 

@@ -23,7 +23,7 @@ class RootBody(EmbedBody):
     parameters: dict[str, Any] | None = None
 
 
-EMBEDS = EmbedBody.model_fields.keys() - TruncatingBody.model_fields.keys() - {"inputs"}
+EMBED_FIELDS = EmbedBody.model_fields.keys() - TruncatingBody.model_fields.keys() - {"inputs"}
 
 
 class ClassParameters(Body):
@@ -74,7 +74,7 @@ async def root(request: Request) -> Response:
         checked(EmbedBody, {"inputs": body.inputs})
         return reply(await embed(used, body))
     body = checked(RootBody, given)
-    foreign = next((name for name in sorted(EMBEDS) if getattr(body, name) is not None), None)
+    foreign = next((name for name in sorted(EMBED_FIELDS) if getattr(body, name) is not None), None)
     if foreign is not None:
         raise Refused(422, f"{foreign!r} is not supported", field=foreign)
     answers: dict[str, tuple[Any, type[Body]]] = {

@@ -31,13 +31,13 @@ from torchlake.tasks._inputs import columns_of
 OPTIONS = ("params", "parameters")
 PARQUET = ("application/vnd.apache.parquet", "application/x-parquet")
 BINARY = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-CLIENTS = {
+CLIENT_ERRORS = {
     "null_input": (400, "Empty"),
     "too_long": (422, "Validation"),
     **dict.fromkeys(("bad_utf8", "unknown_token", "no_tokens", "question_too_long"), (422, "Tokenizer")),
 }
 "The status, and TEI's name, of the errors of rows that are the client's."
-PUBLIC = {*CLIENTS, "corrupt_image", "image_too_large", "unknown_range", "timeout"}
+PUBLIC = {*CLIENT_ERRORS, "corrupt_image", "image_too_large", "unknown_range", "timeout"}
 "Reasons whose words say nothing of what the row holds; others may be an exception's."
 IMAGE = "image"
 "The input whose values are images: base64 in JSON and CSV, never a path or URL."
@@ -88,7 +88,8 @@ def without_data(error: str, spec: TaskSpec) -> str:
     """Return a row's error without words of the row, which `predict` writes and a server must not repeat."""
     reason = error.partition(":")[0]
     if reason == "bad_number":
-        return next((f"{reason}: {name!r}" for name in spec.input_columns if f": {name!r} is " in error), reason)
+        places = (f"{reason}: {name!r}" for name in spec.input_columns)
+        return next((place for place in places if error.startswith(f"{place} is ")), reason)
     return error if reason in PUBLIC else reason
 
 

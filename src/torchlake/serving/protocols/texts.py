@@ -17,7 +17,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.scoring.options.call import CallOptions
 from torchlake.serving.exchange import Refused, Route, ServedRequest, reply
-from torchlake.serving.protocols.rows import CLIENTS, IMAGE, as_texts
+from torchlake.serving.protocols.rows import CLIENT_ERRORS, IMAGE, as_texts
 
 
 class Body(BaseModel):
@@ -171,7 +171,7 @@ async def scored(
     if table["error"].null_count < len(table):
         at, reason = next((at, why) for at, why in enumerate(table["error"].to_pylist()) if why is not None)
         kind = reason.partition(":")[0]
-        status, name = CLIENTS.get(kind, (424, "Backend"))
+        status, name = CLIENT_ERRORS.get(kind, (424, "Backend"))
         words = "it has no text" if kind == "null_input" else reason if status == 422 else kind
         raise Refused(status, f"{place(at)}: {words}", kind=name, field=field)
     return table

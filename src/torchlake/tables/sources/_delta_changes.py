@@ -59,8 +59,10 @@ def commit_id(table: str, number: int) -> str:
     """Return a hash of the start of a version's log, which names new files; empty if the log was removed."""
     try:
         return hashlib.sha256(read_range(_log_of(table, number), 0, _HASHED_BYTES)).hexdigest()[:32]
-    except Unavailable:
-        return ""
+    except Unavailable as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return ""
+        raise
 
 
 def _log_of(table: str, number: int) -> str:
