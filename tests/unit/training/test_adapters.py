@@ -202,6 +202,25 @@ def test_a_base_that_changed_or_is_gone_is_refused(tmp_path: Path, tiny_llama: P
         load.check_folder(model)
 
 
+def test_a_base_that_is_written_over_in_place_is_noticed(tmp_path: Path, tiny_bert: Path) -> None:
+    """Its weights may be mapped: a loaded model keeps its own, and a job ends."""
+    base = shutil.copytree(tiny_bert, tmp_path / "base")
+    sections = job(tmp_path, base, "classifier", {"rank": 2, "merge": False}, max_steps=1, checkpoint_every="epoch")
+    runs.succeed(tmp_path / "run", sections)
+    model, weights = tmp_path / "run" / "model", base / "model.safetensors"
+    texts = ["a good film", "what", "bad"]
+    for runtime in ("varlen", "eager"):
+        with tl.load(model, runtime=runtime, all_probabilities=True) as classify:
+            before, content = classify(texts), weights.read_bytes()
+            files = folders.mapped_files(model)
+            with weights.open("r+b") as file:
+                file.write(bytes(len(content)))
+            assert classify(texts) == before
+        with pytest.raises(FingerprintError, match="base/model.safetensors was written over"):
+            folders.check_in_place(files)
+        weights.write_bytes(content)
+
+
 def test_a_base_of_the_hub_is_named_with_its_commit(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
