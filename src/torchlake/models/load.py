@@ -146,8 +146,8 @@ def refuse_sizes(folder: Path, mismatched: Iterable[tuple[Any, ...]]) -> None:
     for name, *sizes in sorted(mismatched):
         stored, wanted = (" x ".join(map(str, size)) for size in sizes)
         raise DataError(
-            f"{folder}: {name} has the size {stored} in the weights, but config.json asks for {wanted}. Correct "
-            "config.json (id2label, the widths), or copy it from where the weights are from."
+            f"{folder}: the weights lack {name} of the size {wanted}, which config.json asks for; theirs is {stored}. "
+            "Correct config.json (id2label, the widths), or copy it from where the weights are from."
         )
 
 
