@@ -30,7 +30,7 @@ def chances_of(texts: list[str], labels: np.ndarray) -> np.ndarray:
 def hinted(chances: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The rows that torchlake lists (N,), and the quality of each label (N,)."""
     from torchlake.config.task_spec import TaskSpec
-    from torchlake.evaluation.sections.hints import label_hints
+    from torchlake.evaluation.sections.label_hints import label_hints
 
     spec = TaskSpec(
         task="text_classification", problem="single_label", labels=LABELS, text="text", label="label", max_length=512

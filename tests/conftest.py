@@ -108,9 +108,9 @@ def fast_pages() -> Iterator[None]:
 @pytest.fixture
 def hint_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of label hints is there."""
-    from torchlake.evaluation.sections import hints
+    from torchlake.evaluation.sections import label_hints
 
-    monkeypatch.setattr(hints, "find_spec", find_spec)
+    monkeypatch.setattr(label_hints, "find_spec", find_spec)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ PRELOADED = (
     "torchlake.strategies.ddp",
     "torchlake.strategies.fsdp",
     "torchlake.tasks.text_classification",
-    "torchlake.tasks._template_process",
+    "torchlake.tasks._rendering_process",
     "transformers.utils.chat_template_utils",
     "torch.distributed.algorithms.join",
     "deepspeed",
@@ -266,7 +266,7 @@ def _start_child(
 def _start_renderer() -> Process:
     """Stand in for `torchlake.tasks._rendering.start_process`."""
     (read, stdin), (stdout, write) = os.pipe(), os.pipe()
-    process = start("torchlake.tasks._template_process:serve", files={0: read, 1: write})
+    process = start("torchlake.tasks._rendering_process:serve", files={0: read, 1: write})
     for descriptor in (read, write):
         os.close(descriptor)
     process.stdin, process.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
@@ -311,7 +311,7 @@ def start_server() -> None:
 def for_speed() -> Iterator[tuple[Any, str, Any]]:
     """Yield modules with names and values that every process of the tests sets; without them the suite takes minutes
     more. Pages have no pictures and label hints, and their intervals come from few resamples."""
-    for module in ("reporting.figures", "evaluation.sections.hints"):
+    for module in ("reporting.figures", "evaluation.sections.label_hints"):
         yield importlib.import_module(f"torchlake.{module}"), "find_spec", lambda library: None
     for module in ("embeddings", "labeled", "perplexity", "preferences", "sections.spans", "sections.sums"):
         yield importlib.import_module(f"torchlake.evaluation.{module}"), "RESAMPLES", 20

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 import tiny
 from torchlake.evaluation.report import publish
-from torchlake.evaluation.sections.hints import hints_of
+from torchlake.evaluation.sections.label_hints import hints_of
 from torchlake.evaluation.sections.rows import FILE, RowColumns, judged_parts, kind_of, write_rows
 from torchlake.models.load import TaskSpec
 

@@ -7,10 +7,11 @@ run folder. The last launch that started is the writer: `run.json` has its name.
 it has: in a folder under a lock, in an object store by a conditional change of `run.json`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchlake.checkpoints.continuing import refused_changes
 from torchlake.checkpoints.object_store import ObjectStore
 from torchlake.checkpoints.store import RUN, FolderStore
 from torchlake.errors import FingerprintError
@@ -18,9 +19,6 @@ from torchlake.storage.urls import is_url
 
 FOLDER = "checkpoints"
 SCRATCH = ".checkpoints"
-
-LENGTHS = ("train.epochs", "train.max_steps")
-"Settings of a run that may grow while it continues; null is the largest value."
 
 CheckpointStore = FolderStore | ObjectStore
 
@@ -77,7 +75,7 @@ def _check_identity(
         for name in dict.fromkeys([*before, *identity])
         if before.get(name) != identity.get(name)
     ]
-    differing = reasons(differing, before, identity)
+    differing = refused_changes(differing, before, identity)
     # A store without checkpoints may change its run: a first launch that failed early must not block the corrected job.
     if used and differing:
         raise FingerprintError(
@@ -85,13 +83,3 @@ def _check_identity(
             + "\n".join(differing)
             + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
-
-
-def reasons(differing: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the lines about settings that differ, without those of LENGTHS that have grown.
-
-    A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
-    """
-    pairs = {name: (before.get(name), now.get(name)) for name in LENGTHS}
-    grown = {name for name, (one, other) in pairs.items() if other is None or (one is not None and other > one)}
-    return [line for line in differing if line.split(":")[0].strip() not in grown]

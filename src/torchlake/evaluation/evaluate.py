@@ -31,7 +31,7 @@ from torchlake.evaluation.perplexity import measure_texts
 from torchlake.evaluation.preferences import measure_preferences, pairs_spec
 from torchlake.evaluation.report import FACTS, OF_REPORT, ReportRequest, evaluating, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import refuse_trained
+from torchlake.evaluation.sections.label_hints import refuse_trained
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import stored_name, write_rows
 from torchlake.models.load import model_folder

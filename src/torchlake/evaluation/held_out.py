@@ -28,8 +28,8 @@ from torchlake.data.copies import divide
 from torchlake.engines import Engine
 from torchlake.errors import Interrupted, TorchlakeError
 from torchlake.evaluation.report import FACTS, ReportRequest, publish
-from torchlake.evaluation.sections.hints import KINDS, hints_of
 from torchlake.evaluation.sections.judged import JudgedRows, read_judged
+from torchlake.evaluation.sections.label_hints import KINDS, hints_of
 from torchlake.evaluation.sections.rows import FILE, RowColumns, is_content, judged_parts, kind_of, write_rows
 from torchlake.evaluation.sections.sums import drawn, groups_of
 from torchlake.metrics import confusion_counts

@@ -25,7 +25,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
 from torchlake.evaluation.report import FACTS, ReportRequest, as_command, evaluating, provenance_of, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import KINDS, hints_of, trained_on, training_hashes, word_hints
+from torchlake.evaluation.sections.label_hints import KINDS, hints_of, trained_on, training_hashes, word_hints
 from torchlake.evaluation.sections.labels import encoded_labels, labels_of, prompt_columns, targets_of
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import (

@@ -37,7 +37,7 @@ from torchlake.errors import UsageError
 from torchlake.evaluation.labeled import Measuring
 from torchlake.evaluation.report import FACTS, ReportRequest, evaluating, publish
 from torchlake.evaluation.result import Evaluation
-from torchlake.evaluation.sections.hints import inputs_of, trained_on, training_hashes
+from torchlake.evaluation.sections.label_hints import inputs_of, trained_on, training_hashes
 from torchlake.evaluation.sections.labels import prompt_columns
 from torchlake.evaluation.sections.rows import FILE as ROWS
 from torchlake.evaluation.sections.rows import FIXED, among_all, is_content, stored_name, write_rows

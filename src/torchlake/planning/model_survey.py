@@ -14,7 +14,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import head_width
 from torchlake.models.load import check_folder, load_config
-from torchlake.optim.parameters import body_name, freeze, untrained_layers
+from torchlake.optim.depth import body_name, freeze, untrained_layers
 from torchlake.planning.terms import Parameters, Shape
 
 if TYPE_CHECKING:

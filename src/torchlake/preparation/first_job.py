@@ -24,14 +24,6 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import UsageError
 from torchlake.labels.column import found_separator, label_warnings, read_labels
-from torchlake.preparation.columns import (
-    SampledRows,
-    Surveyed,
-    choose_label,
-    choose_texts,
-    describe_label,
-    survey_columns,
-)
 from torchlake.preparation.findings import (
     CheckedRows,
     Finding,
@@ -39,6 +31,14 @@ from torchlake.preparation.findings import (
     repeated_ids,
     row_findings,
     similar_classes,
+)
+from torchlake.preparation.guessed_columns import (
+    SampledRows,
+    Surveyed,
+    choose_label,
+    choose_texts,
+    describe_label,
+    survey_columns,
 )
 from torchlake.preparation.row_checks import hashed_columns, numbers_of, row_checks, usable_rows
 from torchlake.preparation.summary import describe_classes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.checkpoints import location
+from torchlake.checkpoints import continuing, location
 from torchlake.config.job import Job, flat, job_to_yaml, load_job
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
@@ -45,27 +45,6 @@ MORE_ROOM = "more_room"
 INTERRUPTED = "interrupted"
 "A file with this name stops the ranks when their launcher stops; for engines whose tasks get no signals."
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.[0-9a-f]+\.tmp")
-# These do not affect the result: a run may continue with other values.
-MAY_CHANGE = (
-    "engine",
-    "train.strategy",
-    "train.activation_checkpointing",
-    "train.ddp.bucket_mib",
-    "train.fsdp.reshard",
-    "train.fsdp.shard_ranks",
-    "train.fsdp.tensor_parallel",
-    "train.fsdp.cpu_offload",
-    "train.deepspeed.stage",
-    "train.deepspeed.offload_optimizer",
-    "train.deepspeed.offload_parameters",
-    "train.checkpoint_every",
-    "train.checkpoint_in_background",
-    "train.keep_checkpoints",
-    "train.max_restarts",
-    "train.collective_timeout",
-    "train.micro_batch_tokens",
-    "track",
-)
 # Another machine may find the same tables and checkpoints under other paths.
 LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
@@ -128,15 +107,16 @@ def _conflict(folder: Path, job: Job) -> str | None:
         differing = _differences(before, job)
         if not differing or not is_trained(folder, before):
             return None
-        differing = location.reasons(differing, *(flat(each.model_dump(mode="json")) for each in (before, job)))
+        old, now = (flat(each.model_dump(mode="json")) for each in (before, job))
+        differing = continuing.refused_changes(differing, old, now)
         if not differing:
             return _ended(folder, job)
         return (
             f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\n"
             "To train the changed job, name another run folder (--run FOLDER), or let one be chosen (--run auto). "
             "To start again in this one, delete it. "
-            f"A run may continue with more {' or '.join(location.LENGTHS)}, and with other values of: "
-            f"{', '.join(MAY_CHANGE)}."
+            f"A run may continue with more {' or '.join(continuing.LENGTHS)}, and with other values of: "
+            f"{', '.join(continuing.MAY_CHANGE)}."
         )
     foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if not foreign:
@@ -186,7 +166,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
         for name in dict.fromkeys([*one, *other])
-        if one.get(name) != other.get(name) and not _is_free(name)
+        if one.get(name) != other.get(name) and not continuing.may_change(name)
     ]
 
 
@@ -195,7 +175,9 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
     settings that may not change, the task, and, in place of the tables' paths, the content prepared in `folder`.
     """
     values = redacted(flat(job.model_dump(mode="json")))
-    settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LOCATION_FIELDS}
+    settings = {
+        name: value for name, value in values.items() if not continuing.may_change(name) and name not in LOCATION_FIELDS
+    }
     settings = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
     settings["data.learn"] = settings["data.learn"] or "all"
     task = {
@@ -244,10 +226,6 @@ def finished(folder: Path) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = atomic_io.read_json(folder / RESULT)
     return result
-
-
-def _is_free(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
 
 
 def _describe_content(prepared: Path) -> str:

@@ -4,7 +4,8 @@
 
 In: a model folder; requests as MLflow, Text Embeddings Inference or OpenAI define them. Out: the columns of `predict`,
 or what those clients expect. Read `batching.py` first, then `asgi.py`; `admission.py` has
-the token and the limits, `service.py` the model that answers and its reload.
+the token and the limits, `service.py` the model that answers and its reload, `process.py` the processes and their
+restarts.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Pieces, Tensors
 from torchlake.distributed import Group
-from torchlake.optim.parameters import layers
+from torchlake.optim.depth import layers
 from torchlake.strategies import _native
 
 TENSOR = "tensor"

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
-from torchlake.optim.parameters import layers
+from torchlake.optim.depth import layers
 from torchlake.optim.precision import find_precision
 from torchlake.strategies import _native, _split, _weights
 

@@ -4,7 +4,8 @@
     scoring    columns -> features -> collate -> runtime -> reduce_outputs -> answers -> output_columns
 
 A file here ends with `task = MyTask()`. An installed package adds tasks by the entry point group `torchlake.tasks`, and
-`train`, `predict` and `evaluate` take one as `task=MyTask()`. Read `text_classification.py` first.
+`train`, `predict` and `evaluate` take one as `task=MyTask()`. Read `text_classification.py` first. `_rendering.py`
+renders chat templates, within limits of time and memory.
 
 `BaseTask` (`_contract.py`) is the contract, method by method. `Task` (`_classification.py`, also `torchlake.Task`) is a
 classifier or a regression of texts on top of it; a task overrides the methods in which it differs. The engine, the

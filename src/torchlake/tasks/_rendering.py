@@ -1,7 +1,7 @@
 """Render chat templates in a separate process with limits on time and memory.
 
 Jinja's sandbox limits what a template can access, not its CPU time or memory, and a thread cannot interrupt a single
-long string multiplication. So the operating system enforces the limits (`_template_process.py`): after CPU_S seconds
+long string multiplication. So the operating system enforces the limits (`_rendering_process.py`): after CPU_S seconds
 SIGPROF ends the process, and the next conversation starts another. The renderer exits when its worker does.
 One request asks for all renderings of a conversation, and several requests are on their way at once, as many bytes as a
 pipe holds. Cost: 0.8 s and 60 MB for each process that renders, and 20 microseconds for each conversation.
@@ -42,7 +42,7 @@ MAX_CONSECUTIVE_LIMITS = 5
 AT_ONCE_BYTES = 1 << 15
 "Requests on their way: fewer bytes than a pipe holds, so that neither process waits for the other to read."
 BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from torchlake.tasks import _template_process as it; "
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from torchlake.tasks import _rendering_process as it; "
     "it.serve()"
 )
 NOW = "strftime_now"
@@ -252,7 +252,7 @@ def _running(template_key: str) -> Renderer:
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """Start a process that renders; see `_template_process.py`."""
+    """Start a process that renders; see `_rendering_process.py`."""
     return subprocess.Popen(
         [sys.executable, "-c", BOOT, json.dumps(sys.path)],
         stdin=subprocess.PIPE,

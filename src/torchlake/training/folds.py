@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io, plugins
-from torchlake.checkpoints import location
+from torchlake.checkpoints import continuing
 from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, flat, load_job
 from torchlake.config.sections.data import DataConfig, Fraction
@@ -140,7 +140,7 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
     now = {**job.model_dump(mode="json"), "folds": folds}
     old = {**load_job(None, **before["job"]).model_dump(mode="json"), "folds": before["folds"]}
     old["data"], now["data"] = ({**one["data"], "train": None} for one in (old, now))  # each run compares its table
-    differing = location.reasons(run_folder.differences(old, now), flat(old), flat(now))
+    differing = continuing.refused_changes(run_folder.differences(old, now), flat(old), flat(now))
     if differing:
         raise FingerprintError(
             f"{folder}: holds another cross-validation. It differs in\n" + "\n".join(differing) + "\nName another "

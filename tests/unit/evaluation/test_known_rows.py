@@ -19,8 +19,8 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.sections.classes import FAR, outliers
-from torchlake.evaluation.sections.hints import label_hints
 from torchlake.evaluation.sections.judged import read_judged
+from torchlake.evaluation.sections.label_hints import label_hints
 from torchlake.models.spec import load_spec
 from torchlake.training.train import train
 

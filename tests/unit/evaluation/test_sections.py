@@ -24,8 +24,8 @@ import judged_rows as made
 from torchlake.errors import UsageError
 from torchlake.evaluation.labeled import measured
 from torchlake.evaluation.sections.classes import confusion, per_class
-from torchlake.evaluation.sections.hints import refuse_trained
 from torchlake.evaluation.sections.judged import JudgedRows
+from torchlake.evaluation.sections.label_hints import refuse_trained
 from torchlake.evaluation.sections.rows import BATCH_BYTES, scored_parts, write_rows
 from torchlake.evaluation.sections.slices import refuse_slices
 from torchlake.evaluation.sections.sums import drawn, groups_of

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import families
-from torchlake.optim import parameters
+from torchlake.optim import depth
 from torchlake.training.model import lora
 
 QUICK = ("albert", "bart", "bert", "funnel", "gpt2", "jamba", "mt5", "xlnet", "xmod")
@@ -36,7 +36,7 @@ def numbered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_layer_of_every_list_is_found_once(name: str) -> None:
     model = shape_of(name)
-    layers = parameters.layers(model)
+    layers = depth.layers(model)
     held = [id(module) for layer in layers for module in layer.modules() if any(True for _ in module.parameters())]
     assert len(held) == len(set(held)), "a layer inside another one"
     assert not any(isinstance(layer, nn.ModuleList) for layer in layers), "a list is never called"

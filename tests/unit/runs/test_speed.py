@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import training_runs as runs
-from torchlake.optim.parameters import layers
+from torchlake.optim.depth import layers
 from torchlake.runs import speed
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import training_runs as runs
 from sweeps import sweep
 from torchlake.config.job import load_job
 from torchlake.errors import ConfigError
-from torchlake.optim.parameters import freeze, frozen_names, layers, untrained_layers
+from torchlake.optim.depth import freeze, frozen_names, layers, untrained_layers
 from torchlake.tasks._pretrained import base_model
 
 FAMILIES = {

@@ -19,8 +19,8 @@ from sweeps import examples, sweep
 from torchlake import errors
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, MissingExtra
+from torchlake.optim.depth import depths, layer_scales, layers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
-from torchlake.optim.parameters import depths, layer_scales, layers
 from torchlake.optim.schedule import check, learning_rate, phases
 from torchlake.strategies import _native
 from torchlake.tasks._pretrained import base_model

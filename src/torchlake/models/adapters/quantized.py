@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchlake.errors import ConfigError, need_library
-from torchlake.optim.parameters import layers
+from torchlake.optim.depth import layers
 
 BLOCK, BLOCK_OF_SCALES, CODES = 64, 256, 256
 

@@ -22,7 +22,7 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError, pip_install
 from torchlake.models import probes
 from torchlake.models.config import head_width
-from torchlake.optim.parameters import layers
+from torchlake.optim.depth import layers
 from torchlake.optim.precision import find_precision
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError, need_library
 from torchlake.models.adapters import files, merging
 from torchlake.models.adapters.base import Base, describe_base
-from torchlake.optim.parameters import head_modules, layers
+from torchlake.optim.depth import head_modules, layers
 
 if TYPE_CHECKING:
     import torch

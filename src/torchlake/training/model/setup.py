@@ -30,9 +30,9 @@ from torchlake.models import probes
 from torchlake.models.adapters import quantized
 from torchlake.models.folders import base_folder
 from torchlake.models.load import TaskSpec
+from torchlake.optim.depth import freeze, layer_scales, layers
 from torchlake.optim.noise import EmbeddingNoise
 from torchlake.optim.optimizers import make_optimizer, trainable_names
-from torchlake.optim.parameters import freeze, layer_scales, layers
 from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
 from torchlake.tasks import Task

@@ -1,0 +1,43 @@
+"""Which changes of a job may continue its run: those without effect on the result, and more steps but not fewer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LENGTHS = ("train.epochs", "train.max_steps")
+"Settings of a run that may grow while it continues; null is the largest value."
+MAY_CHANGE = (
+    "engine",
+    "train.strategy",
+    "train.activation_checkpointing",
+    "train.ddp.bucket_mib",
+    "train.fsdp.reshard",
+    "train.fsdp.shard_ranks",
+    "train.fsdp.tensor_parallel",
+    "train.fsdp.cpu_offload",
+    "train.deepspeed.stage",
+    "train.deepspeed.offload_optimizer",
+    "train.deepspeed.offload_parameters",
+    "train.checkpoint_every",
+    "train.checkpoint_in_background",
+    "train.keep_checkpoints",
+    "train.max_restarts",
+    "train.collective_timeout",
+    "train.micro_batch_tokens",
+    "track",
+)
+"Settings that do not affect the result, each with those below it."
+
+
+def may_change(name: str) -> bool:
+    """Return whether a run may continue with another value of a setting."""
+    return any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def refused_changes(differing: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the lines about settings that differ, without those of LENGTHS that have grown.
+
+    A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
+    """
+    pairs = {name: (before.get(name), now.get(name)) for name in LENGTHS}
+    grown = {name for name, (one, other) in pairs.items() if other is None or (one is not None and other > one)}
+    return [line for line in differing if line.split(":")[0].strip() not in grown]
