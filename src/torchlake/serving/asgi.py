@@ -8,11 +8,13 @@ A request whose client has gone is canceled, and dropped from the queue. `host` 
 import asyncio
 import os
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -73,13 +75,6 @@ def build_app(model: str | Path, options: ServeOptions, load_options: dict[str, 
         made.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_class=Response)
     made.add_exception_handler(HTTPException, _unknown)
     made.add_middleware(Gate, service=service, handlers={each[:2]: each[2] for each in answers})
-    if service.options.allow_origin:
-        made.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(service.options.allow_origin),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-        )
     return made
 
 
@@ -170,6 +165,13 @@ class Gate:
         self.app, self.service, self.handlers = app, service, handlers
         health = os.environ.get("AIP_HEALTH_ROUTE")
         self.open = {*OPEN, *([health] if health else []), *(["/metrics"] if service.options.open_metrics else [])}
+        self.cors = CORSMiddleware(
+            app,
+            allow_origins=service.options.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id", "x-model-sha"],
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -182,24 +184,23 @@ class Gate:
             scope = {**scope, "method": "GET"}
         path, headers = _path_of(scope), dict(scope["headers"])
         handler = self.handlers.get((path, scope["method"]))
+        route = "other" if handler is None else path
+        is_open = scope["method"] == "GET" and path in self.open
+        if service.options.allow_origin:
+            if scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
+                handler, is_open = self._preflight, True
+            else:
+                send = partial(self.cors.send, send=send, request_headers=Headers(scope=scope))
         used = scope["torchlake"] = ServedRequest(service, service.model)
         if REQUEST_ID.fullmatch(given := headers.get(b"x-request-id", b"")):
             used.id = given
-
-        async def answer(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                used.status = message["status"]
-                message = {**message, "headers": [*message["headers"], *used.headers()]}
-            else:
-                used.complete = not message.get("more_body", False)
-            await send(message)
-
+        answer = used.answer_by(send)
         task = asyncio.current_task()
         assert task is not None
         service.tasks.add(task)
         watch: asyncio.Task[Any] | None = None
         try:
-            admit(service, headers, open_route=scope["method"] == "GET" and path in self.open)
+            admit(service, headers, open_route=is_open)
             used.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
             if scope["method"] == "POST":
                 used.body = await read_body(receive, headers, service.options)
@@ -229,7 +230,11 @@ class Gate:
             del scope["torchlake"]  # a connection keeps the scope, and a replaced model with it
             if watch is not None:
                 watch.cancel()
-            used.record("other" if handler is None else path, scope["method"])
+            used.record(route, scope["method"])
+
+    async def _preflight(self, request: Request) -> Response:
+        """Return whether a page's scripts may send a request; the browser asks without the token."""
+        return self.cors.preflight_response(request.headers)
 
 
 async def _gone(receive: Any, task: "asyncio.Task[Any]", used: ServedRequest) -> None:

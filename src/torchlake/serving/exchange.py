@@ -106,6 +106,19 @@ class ServedRequest:
         self.truncated += table["truncated"].to_pylist().count(True)
         return table
 
+    def answer_by(self, send: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+        """Return `send` with the headers that all answers have; it notes the status and the end."""
+
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                message = {**message, "headers": [*message["headers"], *self.headers()]}
+            else:
+                self.complete = not message.get("more_body", False)
+            await send(message)
+
+        return answer
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that all answers have."""
         found = [(b"x-request-id", self.id), (b"x-model-sha", self.model.sha.encode())]
@@ -121,7 +134,7 @@ class ServedRequest:
     def record(self, route: str, method: str) -> None:
         """Count the request and write its line: no texts, and no values of headers but the id."""
         seconds = time.perf_counter() - self.began
-        if method not in ("GET", "HEAD"):  # the model's requests are POSTs; a probe would be most of them
+        if method not in ("GET", "HEAD", "OPTIONS"):  # the model's requests are POSTs; a probe would be most of them
             self.service.metrics.count(self, seconds)
         self.service.note_queue()
         if log.isEnabledFor(logging.INFO):

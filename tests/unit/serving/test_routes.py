@@ -509,9 +509,18 @@ def test_what_the_server_refuses_before_a_route(tiny_model: Path) -> None:
             assert server.client.get(path, headers=key).status_code == 200
         preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
         allowed = server.client.options("/predict", headers=preflight)
+        assert allowed.status_code == 200  # a browser asks without the token
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert {"x-request-id", "x-model-sha"} <= allowed.headers.keys()
+        refused = server.post("/predict", {"inputs": "a"}, headers={"origin": "https://a.example"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        assert "retry-after" in refused.headers["access-control-expose-headers"]
         preflight["origin"] = "https://b.example"
         assert "access-control-allow-origin" not in server.client.options("/predict", headers=preflight).headers
+        service = server.service
+        service.draining = True
+        assert server.client.options("/predict", headers=preflight).headers["connection"] == "close"
+        service.draining = False
         server.service.model.batcher.queued_tokens = 1
         full = server.post("/predict", {"inputs": "a"}, headers=key)
         assert (full.status_code, full.json()["error_type"], full.headers["retry-after"]) == (429, "Overloaded", "1")
