@@ -166,6 +166,17 @@ def test_tables_have_no_backslash() -> None:
     assert cells == []
 
 
+def test_code_has_no_entities() -> None:
+    """Between backticks `&#124;` is shown as it is written; `<code>` has the character."""
+    found = [
+        place
+        for page in DOCUMENTS
+        for place, line in lines(page)
+        if any("&#" in code for code in re.findall(r"`([^`]*)`", line))
+    ]
+    assert found == []
+
+
 def test_named_source_files_exist() -> None:
     roots = (SOURCE, ROOT, ROOT / "tests", ROOT / "src")
     missing = [
