@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -11,6 +11,7 @@ from torchlake import plugins
 from torchlake.cli.display import Outcome
 from torchlake.cli.help import Command, OptionGroup
 from torchlake.cli.options import General, as_given, declared, parameters
+from torchlake.errors import UsageError
 
 Work = Callable[..., Outcome]
 
@@ -51,6 +52,8 @@ def command(example: str, *groups: str | type, **about: Any) -> Callable[[Work],
 
         def parsed(**values: Any) -> Callable[[], Outcome]:
             own = {one.name: values.pop(one.name) for one in arguments}
+            for one in (each for each in arguments if own[each.name] == ""):  # which would be the current folder
+                raise UsageError(f"{get_args(one.annotation)[1].metavar}: is empty. Give one.")
             given = {"given": as_given(values, options)} if "given" in signature.parameters else {}
             return partial(work, **own, **given)
 

@@ -16,7 +16,6 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-import yaml
 
 from torchlake import plugins
 from torchlake.cli.engine import make_engine
@@ -24,7 +23,7 @@ from torchlake.config.arguments import types_of
 from torchlake.config.measuring import EvaluateOptions
 from torchlake.config.messages import expected
 from torchlake.config.options import Option, PredictOptions
-from torchlake.config.yaml import read_text
+from torchlake.config.yaml import read_text, read_yaml
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
@@ -208,6 +207,8 @@ def as_given(parsed: Mapping[str, Any], options: Mapping[str, tuple[Any, Option]
 def _value(name: str, kind: Any, option: Option, value: Any) -> Any:
     """Return the value of an option as its type says: a list of words, pairs, one value of several, or the string."""
     flag, kinds = _flag(name, option), types_of(kind)
+    if option.value != "TEXT" and "" in (value if isinstance(value, list) else [value]):
+        raise UsageError(f"{flag}: is empty. Give {option.value}, or leave it out.")
     if name in ESCAPED:
         return [_unescaped(text) for text in value] if isinstance(value, list) else _unescaped(value)
     if not isinstance(value, list):
@@ -245,13 +246,9 @@ def _pair(option: str, text: str, example: str, *, plain: bool) -> tuple[str, An
         if name and equals:
             return name, value
         raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
-    try:
-        if equals and value.startswith("@"):
-            if not Path(value[1:]).is_file():
-                raise UsageError(f"{option} {text}: there is no such file.")
-            return name, yaml.safe_load(read_text(Path(value[1:])))
-        if equals:
-            return name, yaml.safe_load(value)
-    except yaml.YAMLError:
-        pass
-    raise UsageError(f"{option} {text}: write it as name=value, such as {example}")
+    if not (name and equals):
+        raise UsageError(f"{option} {text}: write it as name=value, such as {example}")
+    if value.startswith("@") and not Path(value[1:]).is_file():
+        raise UsageError(f"{option} {text}: there is no such file.")
+    written, where = (read_text(Path(value[1:])), value[1:]) if value.startswith("@") else (value, f"{option} {text}")
+    return name, read_yaml(written, where)[0]

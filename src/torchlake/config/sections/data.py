@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from torchlake.config.messages import expected
 from torchlake.config.task_spec import as_columns
 from torchlake.config.types import STRICT, Bool, Float, Int, Name
 from torchlake.tables.selection.grammar import parse
@@ -153,6 +154,14 @@ class DataConfig(BaseModel):
         if isinstance(values, Mapping) and values.get("chosen") is not None and "text" not in values:
             return {**values, "text": None}
         return values
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _is_a_table_or_a_share(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            shown = f"{{fraction: {0.1 if isinstance(value, bool) else value}}}"
+            raise ValueError(expected(f"a table, a share such as {shown}, or null for none", value))
+        return value
 
     @field_validator("text")
     @classmethod
