@@ -166,9 +166,8 @@ def _columns(prompt: str) -> tuple[str, ...]:
 
 def _template(given: str | Path) -> str:
     """Return a template that is given as a file, or in Python as its text."""
-    file = Path(given)
-    if isinstance(given, Path) or file.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
-        return read_named("chat_template", file)
+    if isinstance(given, Path) or Path(given).suffix in (".jinja", ".jinja2", ".j2", ".txt") or "{" not in given:
+        return read_named("chat_template", given)
     return given
 
 

@@ -118,6 +118,12 @@ def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
     assert joined(written(model, prompt="{title}", examples=few)) == texts(model, as_text)
 
 
+@pytest.mark.parametrize("name", ["chatml", "chatml.jinja", "templates/chatml.tmpl"])
+def test_a_file_of_a_template_that_is_missing_is_no_template(name: str, model: Path) -> None:
+    with pytest.raises(UsageError, match=f"chat_template: {name}: cannot be read"):
+        written(model, text="title", chat_template=name)
+
+
 def test_unfinished_answers_are_continued_if_that_is_asked_for(model: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
     table = pa.table({"messages": [turns, turns[:1]]})
