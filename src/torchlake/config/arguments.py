@@ -3,7 +3,7 @@
 import json
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -32,6 +32,22 @@ def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) ->
         problem = _problem(value, annotations.get(name, Any)) or _out_of_range(value, annotations.get(name))
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
+
+
+def plain_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with Python's numbers in place of numpy's, which JSON does not have."""
+    return {
+        name: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+        for name, value in given.items()
+    }
+
+
+def column_names(option: str, given: Any) -> tuple[str, ...]:
+    """Return the columns that an argument names, one or several. Raises UsageError for anything else."""
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(name, str) and name for name in names):
+        raise UsageError(f"{option}: {expected('names of columns', given)}")
+    return names
 
 
 def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -77,6 +93,8 @@ def _problem(value: Any, annotation: Any) -> str | None:
     if all(get_origin(kind) is Literal for kind in wanted):
         choices = [choice for kind in wanted for choice in get_args(kind)]
         return None if value in choices else one_of(choices, value)
+    if all(get_origin(kind) is Mapping for kind in wanted):
+        return None if isinstance(value, Mapping) else expected("a mapping", value)
     if not all(kind in WORDS for kind in wanted):
         return None
     found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)

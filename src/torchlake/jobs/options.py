@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from torchlake.config.arguments import plain_numbers
 from torchlake.config.options import ReadArguments
 from torchlake.errors import UsageError
 from torchlake.outputs.target import TargetOptions, target_options
@@ -32,7 +33,7 @@ class OutputOptions:
 
 def output_options(given: Mapping[str, Any]) -> OutputOptions:
     """Return the options of input and output among the arguments of a function."""
-    names = {one.name for one in fields(OutputOptions)}
+    given, names = plain_numbers(given), {one.name for one in fields(OutputOptions)}
     read = read_options({name: value for name, value in given.items() if name in ReadArguments.__annotations__})
     options = {name: value for name, value in given.items() if name in names}
     target = target_options({one.name: given[one.name] for one in fields(TargetOptions) if one.name in given})

@@ -6,7 +6,7 @@ truncated file, a column that is missing or has another type in one file, a Delt
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -172,7 +172,8 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
     """Return the tables of `source` in the given order: adjacent loose files as one, each other table by its source."""
     if isinstance(source, str | os.PathLike):
         return [_open_alone(source) or open_source(source)]
-    given = [(one, _open_alone(one, in_list=True)) for one in source]
+    inputs = source if isinstance(source, Iterable) and not isinstance(source, bytes) else [source]
+    given = [(one, _open_alone(one, in_list=True)) for one in inputs]
     loose = [one for one, table in given if table is None]
     opened = iter(open_each(loose) if loose or not given else ())
     tables: list[SourceTable] = []
@@ -189,6 +190,11 @@ def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
     kind = source_of(source)
     if kind is not None:
         return kind.open_source(source)  # type: ignore[no-any-return]
+    if not isinstance(source, str | os.PathLike):
+        raise TableError(
+            f"{type(source).__name__}: is not a table. Name a file, folder, glob or URL, or give a pyarrow, pandas or "
+            "polars frame, or a reader of Arrow (dataset.scanner().to_reader())."
+        )
     place = local_path(os.fspath(source))
     # A local output has no files that its record does not list; a list of many files would cost a request for each.
     if in_list and (not is_url(place) or os.path.splitext(place.rstrip("/"))[1] in EXTENSIONS):

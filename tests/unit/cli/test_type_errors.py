@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import dataset
 
 import torchlake as tl
 from torchlake.cli.app import program
 from torchlake.cli.main import main
 from torchlake.config.job import SECTIONS, load_job
 from torchlake.config.messages import _settings
-from torchlake.errors import ConfigError, TorchlakeError, UsageError
+from torchlake.errors import ConfigError, TableError, TorchlakeError, UsageError
 
 FOREIGN = re.compile(
     r"[Ii]nput (should|tag)|Value error|unable to parse|type=|valid (integer|number|string|boolean|list|dict)|"
@@ -138,3 +141,46 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for name, value in {"rows": True, "share": True, "limit": 2.0}.items():
         with pytest.raises(UsageError, match=f"^{name}: expected a"):
             check_arguments({name: value}, kinds)
+
+
+def test_numbers_of_numpy_are_written_as_those_of_python(tiny_model: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    pq.write_table(pa.table({"text": ["a good film", "bad", "dull"]}), tmp_path / "t.parquet")
+    options: dict[str, Any] = {
+        "limit": 2,
+        "sample": 1.0,
+        "seed": 3,
+        "batch_tokens": 500,
+        "max_length": 20,
+        "chunk_rows": 1,
+    }
+    given = {name: np.float64(value) if name == "sample" else np.int64(value) for name, value in options.items()}
+    done = tl.predict(tiny_model, tmp_path / "t.parquet", tmp_path / "out", **given)
+    again = tl.predict(tiny_model, tmp_path / "t.parquet", tmp_path / "out", **options)
+    assert (done.rows_out, again.record) == (2, done.record)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"key": ""}, "key: expected names of columns, got ['']"),
+        ({"key": ["id"]}, "key: expected names of columns, got [['id']]"),
+        ({"columns": None}, "columns: expected names of columns, got null"),
+        ({"columns": ["id", 1]}, "columns: expected names of columns, got ['id', 1]"),
+        ({"text": 1}, "text: expected names of columns, got 1"),
+        ({"text": []}, "text: names no column; leave it out, or name one."),
+        ({"csv": ["delimiter=;"]}, "csv: expected a mapping, got ['delimiter=;']"),
+        ({"task_options": [1]}, "task_options: expected a mapping, got [1]"),
+    ],
+)
+def test_columns_and_mappings_of_another_type_are_named(given: dict[str, Any], words: str, tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(words)}$"):
+        tl.predict(tiny_model, "t.csv", "o", **given)
+
+
+@pytest.mark.parametrize("table", [None, 5, [None], b"t.csv", dataset.dataset(pa.table({"text": ["a"]}))])
+def test_what_is_no_table_is_named(table: Any, tiny_model: Path, tmp_path: Path) -> None:
+    kind = type(table[0] if isinstance(table, list) else table).__name__
+    with pytest.raises(TableError, match=f"^{kind}: is not a table"):
+        tl.predict(tiny_model, table, tmp_path / "out")

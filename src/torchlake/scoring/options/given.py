@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from torchlake.config.arguments import refuse_unknown
+from torchlake.config.arguments import plain_numbers, refuse_unknown
 from torchlake.config.options import EndpointArguments, JobArguments, PredictOptions, PromptArguments, ReadArguments
 from torchlake.errors import UsageError
 from torchlake.jobs.options import OutputOptions, output_options
@@ -23,7 +23,7 @@ def split_options(given: PredictOptions) -> tuple[dict[str, Any], dict[str, Any]
     A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
-    named = with_common_names(given)
+    named = plain_numbers(with_common_names(given))
     refuse_unknown("predict", named, PredictOptions.__annotations__)
     if of_endpoints := sorted(name for name in EndpointArguments.__annotations__ if named.get(name)):
         raise UsageError(f"{', '.join(of_endpoints)}: for the runtime 'http', which has no model folder.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import plugins
+from torchlake.config.arguments import column_names
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.errors import UsageError
 from torchlake.models import folders
@@ -49,6 +50,10 @@ def scoring_settings(
     output that this job continues: it replaces another default. Raises UsageError for options that the model does not
     support.
     """
+    keep = (*(() if key is None else column_names("key", [key])), *column_names("columns", columns))
+    for name, given in {"text": text, "text_pair": text_pair}.items():
+        if given is not None and not column_names(name, given):
+            raise UsageError(f"{name}: names no column; leave it out, or name one.")
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
@@ -94,7 +99,7 @@ def scoring_settings(
         text_pair=spec.text_pair,
         inputs=dict(spec.inputs),
         task_options=dict(spec.options),
-        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        keep=tuple(dict.fromkeys(keep)),
         key=key,
         batch_tokens=batch_tokens or choice.batch_tokens,
         all_probabilities=all_probabilities,
