@@ -11,6 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -340,6 +341,69 @@ def test_a_batch_is_begun_once_also_if_its_answer_is_lost(
         assert [row["error"] for row in found] == [None] * 3
         with pytest.raises(UsageError, match="batch_api and concurrency, requests_per_minute: "):
             ask(table, endpoint, tmp_path / "paced", batch_api=True, concurrency=3, requests_per_minute=90)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("POST /v1/files", b"{}"),
+        ("POST /v1/files", b"[" * 100_000),
+        ("POST /v1/batches", b'{"id": null}'),
+        ("GET /v1/batches/batch-0", b'{"id": "batch-0"}'),
+    ],
+)
+def test_an_endpoint_without_batches_is_named(
+    asked: str, answer: bytes, rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as endpoint:
+        real = endpoint.of_batches
+        monkeypatch.setattr(endpoint, "of_batches", lambda one, body: answer if one == asked else real(one, body))
+        with pytest.raises(UsageError, match=f"no answer of the form of {asked.replace('/v1/', '')}"):
+            ask(rows(2), endpoint, tmp_path / "out", batch_api=True, max_retries=0)
+
+
+@pytest.mark.parametrize("errors", [["too large"], {"data": ["too large"]}, {"data": [{"message": "too large"}]}])
+def test_a_failed_batch_says_why(
+    errors: Any, rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "POLL_S", 0.001)
+    with serving() as endpoint:
+        monkeypatch.setattr(endpoint, "end", lambda batch: batch.update(status="failed", errors=errors))
+        with pytest.raises(UsageError, match="batch batch-0 failed: too large"):
+            ask(rows(2), endpoint, tmp_path / "out", batch_api=True)
+
+
+def test_lines_of_a_batch_without_a_form_are_errors_of_their_rows(
+    rows: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "POLL_S", 0.001)
+    odd = b'{"custom_id":"0","response":{"status_code":"503"}}\n{"custom_id":"1","response":7}\n' + b"[" * 100_000
+    with serving() as endpoint:
+        real = endpoint.of_batches
+        monkeypatch.setattr(endpoint, "of_batches", lambda one, body: odd if "/v1/files/" in one else real(one, body))
+        found = ask(rows(2), endpoint, tmp_path / "out", batch_api=True)
+    assert [row["error"].partition(":")[0] for row in found] == ["http_503", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "code", "words"),
+    [(429, {}, "insufficient_quota", "limit is reached: no money"), (429, {"retry-after": "86400"}, "", "24.0 hours")],
+)
+def test_an_exhausted_quota_ends_a_job_of_batches(
+    status: int,
+    headers: dict[str, str],
+    code: str,
+    words: str,
+    rows: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
+    async def refused(*_: Any, **__: Any) -> httpx.Response:
+        return httpx.Response(status, headers=headers, json={"error": {"message": "no money", "code": code}})
+
+    monkeypatch.setattr(httpx.AsyncClient, "request", refused)
+    with serving() as endpoint, pytest.raises(LimitReached, match=words):
+        ask(rows(2), endpoint, tmp_path / "out", batch_api=True)
 
 
 def test_the_account_goes_on_in_the_next_call(

@@ -37,15 +37,13 @@ async def run_batch(client: Client, bodies: Mapping[int, bytes], known: Begun | 
         state = await _begin(client, begun.file) if found is None else json.loads(found)
         note(begun := Begun(begun.file, str(state["id"])))
     name = begun.batch
-    while (state := await client.call("GET", f"batches/{name}"))["status"] not in ENDED:
+    while (state := await client.call("GET", f"batches/{name}", "status"))["status"] not in ENDED:
         await asyncio.sleep(POLL_S)
     if state["status"] == "failed" and not state.get("output_file_id"):
         if known is not None:  # of an attempt before, which has said why; its rows are asked again
             return {}
-        problems = (state.get("errors") or {}).get("data") or [{}]
-        raise UsageError(
-            f"{client.endpoint.url}: batch {name} failed: {client.key.clean(str(problems[0].get('message')))}"
-        )
+        why = message_of(json.dumps(_first(state.get("errors"))).encode())[1]
+        raise UsageError(f"{client.endpoint.url}: batch {name} failed: {client.key.clean(why)}")
     answers: dict[int, Answer] = {}
     for file in (state.get("error_file_id"), state.get("output_file_id")):
         if file:
@@ -54,6 +52,12 @@ async def run_batch(client: Client, bodies: Mapping[int, bytes], known: Begun | 
                 if row in bodies:
                     answers[row] = client.key.clean_answer(answer, answer.request_id or name)
     return answers
+
+
+def _first(errors: Any) -> Any:
+    """Return the first of the errors of a batch, or what stands in their place."""
+    data = errors.get("data") if isinstance(errors, dict) else errors
+    return data[0] if isinstance(data, list) and data else data
 
 
 def _path(client: Client) -> str:
@@ -67,13 +71,13 @@ async def _upload(client: Client, bodies: Sequence[tuple[int, bytes]]) -> str:
     head = f'"method":"POST","url":{json.dumps(_path(client))},"body":'.encode()
     lines = b"".join(b'{"custom_id":"%d",%s%s}\n' % (row, head, body) for row, body in bodies)
     files = {"file": ("requests.jsonl", lines, "application/jsonl")}
-    return str((await client.call("POST", "files", files=files, data={"purpose": "batch"}))["id"])
+    return str((await client.call("POST", "files", "id", files=files, data={"purpose": "batch"}))["id"])
 
 
 async def _begin(client: Client, file: str) -> dict[str, Any]:
     """Begin a batch, once: if an answer was lost, it is looked for before the request is sent again."""
     value = {"input_file_id": file, "endpoint": _path(client), "completion_window": WINDOW}
-    return await client.call("POST", "batches", json=value, done=partial(_find, client, file))
+    return await client.call("POST", "batches", "id", json=value, done=partial(_find, client, file))
 
 
 async def _find(client: Client, file: str) -> bytes | None:
@@ -94,11 +98,11 @@ def _answer(client: Client, line: bytes) -> tuple[int, Answer]:
         value: Any = json.loads(line)
         row = int(value["custom_id"])
         got = value.get("response") or {}
-        status, content = got.get("status_code"), json.dumps(got.get("body") or {}).encode()
+        status, content = int(got.get("status_code") or 0), json.dumps(got.get("body") or {}).encode()
         problem = value.get("error")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return -1, Answer()
     if problem:
         return row, Answer(error=f"batch: {message_of(json.dumps({'error': problem}).encode())[1]}", final=False)
-    answer = read_answer(client.endpoint, content) if status == 200 else refused_row(int(status or 0), content)
-    return row, replace(answer, request_id=got.get("request_id"), final=status is not None and status < 500)
+    answer = read_answer(client.endpoint, content) if status == 200 else refused_row(status, content)
+    return row, replace(answer, request_id=got.get("request_id"), final=0 < status < 500)

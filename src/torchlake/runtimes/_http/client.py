@@ -146,14 +146,14 @@ class Client:
         failed = Answer(error=f"{problem} ({self.endpoint.max_retries + 1} attempts)", final=False)
         return self.key.clean_answer(failed, f"{name}-{attempt}")
 
-    async def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """Return the JSON object that the endpoint gives for another path; see `fetch`."""
+    async def call(self, method: str, path: str, *names: str, **options: Any) -> dict[str, Any]:
+        """Return the JSON object, with strings of these names, that the endpoint gives for a path; see `fetch`."""
         body = await self.fetch(path, method, **options)
         try:
             value = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in names):
             raise UsageError(f"{self.endpoint.url}: no answer of the form of {method} {path}: {shown(body)}")
         return value
 
@@ -194,10 +194,12 @@ class Client:
                     return body
                 if got.status_code in (404, 405) and absent is not None:
                     return absent
+                self._check_quota(Response(got.status_code, got.headers, body))
                 problem, wait = f"http_{got.status_code}: {message_of(body)[1]}", retry_after(got.headers)
                 if got.status_code not in RETRIED and got.status_code < 500:
                     break
-            await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
+            if attempt < self.endpoint.max_retries:
+                await asyncio.sleep(wait + random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))
         raise UsageError(f"{self.endpoint.url}: {method} {path}: {self.key.clean(problem)}")
 
     def _answer(self, got: Response) -> Answer | None:
