@@ -9,7 +9,17 @@ from typing import Any
 from torchlake import atomic_io
 from torchlake.redaction import redacted
 from torchlake.reporting import figures
-from torchlake.reporting.page import PageFrame, Rows, Section, cards_of, duration, render_page, shortened, shown_rows
+from torchlake.reporting.page import (
+    PageFrame,
+    Rows,
+    Section,
+    cards_of,
+    duration,
+    render_page,
+    shortened,
+    shown_rows,
+    shown_value,
+)
 from torchlake.tables.failures import format_reasons
 
 
@@ -113,7 +123,10 @@ def distinct_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _settings(models: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"setting": name, **dict(zip(models, values, strict=True))} for name, values in settings.items()]
+    return [
+        {"setting": name, **{model: shown_value(name, one) for model, one in zip(models, values, strict=True)}}
+        for name, values in settings.items()
+    ]
 
 
 def _curves(curves: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str] | None]:

@@ -5,6 +5,7 @@ else, answers requests of this machine only, and asks browsers to load the page 
 """
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ PAGES = {
     "/report.json": ("report.json", "application/json"),
     "/eval/eval.html": ("eval/eval.html", "text/html; charset=utf-8"),
 }
+PAGE_OF_FOLD = re.compile(r"/(fold_\d+/eval/eval\.html)")
 HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -52,7 +54,9 @@ def served(run: str | Path, port: int = 0) -> Iterator[str]:
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            name, kind = PAGES.get(self.path.partition("?")[0], ("", ""))
+            path = self.path.partition("?")[0]
+            fold = PAGE_OF_FOLD.fullmatch(path)
+            name, kind = (fold[1], PAGES["/"][1]) if fold else PAGES.get(path, ("", ""))
             host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
             if host not in HOSTS:  # a name of another site that leads here
                 self.send_error(HTTPStatus.FORBIDDEN)

@@ -209,6 +209,16 @@ def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_pat
     assert "undefined" in page.text
 
 
+def test_settings_are_shown_by_their_own_names(truth: np.ndarray, tmp_path: Path) -> None:
+    """Not by those of the models above them, which may be runs/memory-0."""
+    chances = made.chances_of(truth, 3, accuracy=0.7)
+    found = compare(*(evaluation(tmp_path / f"memory-{at}", truth, chances) for at in range(2)))
+    about = {"settings": {"train.epochs": [3, 4], "engine.ray.memory": [2**30, None]}}
+    page = Page(render_comparison({**replace(found, about=about).to_json(), "written": "now"}, {}, []))
+    assert "train.epochs34" in page.text.replace(" ", "").replace("\n", "")
+    assert "engine.ray.memory1.0GiB-" in page.text.replace(" ", "").replace("\n", "")
+
+
 def test_rows_whose_texts_were_replaced_are_not_compared(truth: np.ndarray, tmp_path: Path) -> None:
     """Their keys and labels are the same."""
     scored = made.scored_classes(made.chances_of(truth, 3, accuracy=0.7), truth, LABELS)

@@ -272,3 +272,15 @@ def test_the_server_has_the_pages_of_one_run_for_this_machine(finished: Path) ->
             request = Request(address + path, headers={} if host is None else {"Host": host})
             with pytest.raises(HTTPError, match=str(status)):
                 urlopen(request)
+
+
+def test_the_server_has_the_pages_of_the_folds(tmp_path: Path) -> None:
+    page = tmp_path / "fold_2" / "eval" / "eval.html"
+    page.parent.mkdir(parents=True)
+    page.write_text("the rows of fold 2")
+    with live.served(tmp_path) as address:
+        with urlopen(f"{address}fold_2/eval/eval.html") as answer:
+            assert answer.read() == page.read_bytes()
+        for path in ("fold_3/eval/eval.html", "fold_2/eval/rows.parquet", "fold_2/../fold_2/eval/eval.html"):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(address + path)
