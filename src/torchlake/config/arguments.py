@@ -94,7 +94,7 @@ def _problem(value: Any, annotation: Any) -> str | None:
         choices = [choice for kind in wanted for choice in get_args(kind)]
         return None if value in choices else one_of(choices, value)
     if all(get_origin(kind) is Mapping for kind in wanted):
-        return None if isinstance(value, Mapping) else expected("a mapping", value)
+        return None if isinstance(value, Mapping | None) else expected("a mapping", value)
     if not all(kind in WORDS for kind in wanted):
         return None
     found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)

@@ -258,11 +258,11 @@ def write_requirements(runtime: str, path: str) -> RuntimeEnvironment:
     requirements = getattr(plugins.load("runtimes", runtime), "REQUIREMENTS", None)
     if requirements is None:
         raise UsageError(f"The runtime {runtime!r} runs in torchlake's own interpreter, and needs no other.")
-    file, lines = Path(path), "".join(f"{one}\n" for one in requirements)
-    if file.exists() and file.read_text(encoding="utf-8") != lines:
+    file, lines = Path(path), "".join(f"{one}\n" for one in requirements).encode()
+    if file.exists() and file.read_bytes() != lines:
         raise UsageError(f"{file}: there is a file with other lines. Name a new one.")
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.write_bytes(file, lines.encode(), site="requirements")
+    atomic_io.write_bytes(file, lines, site="requirements")
     folder = f"/opt/{runtime}"
     commands = (
         f"python3 -m venv {folder}",

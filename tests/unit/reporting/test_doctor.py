@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchlake.display import plain
-from torchlake.errors import pip_install
+from torchlake.errors import UsageError, pip_install
 from torchlake.processes import hardware
 from torchlake.reporting import doctor as diagnosing
 from torchlake.reporting.doctor import CORE, OPTIONAL, doctor
@@ -103,3 +103,13 @@ def test_the_hub_cache_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / name).mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert doctor().facts["environment"]["Hub cache"] == f"{tmp_path}: 2 models; HF_HOME moves it"
+
+
+def test_a_file_with_other_content_is_not_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    for _ in range(2):
+        assert diagnosing.write_requirements("vllm", str(file)).file == file
+    for content in (b"\xff\xfe", b"other\n"):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match="there is a file with other lines"):
+            diagnosing.write_requirements("vllm", str(file))
