@@ -14,7 +14,7 @@ from typing import Annotated, Any, Unpack
 
 import pyarrow as pa
 
-from torchlake.config.arguments import refuse_unknown
+from torchlake.config.arguments import column_names, refuse_unknown
 from torchlake.config.options import JobArguments, Option
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources, as_engine
@@ -130,10 +130,10 @@ def map(
     settings = MapSettings(
         make_worker=make_worker,
         name=function_name(make_worker),
-        columns=tuple(columns),
-        key=key,
+        columns=column_names("columns", columns),
+        key=None if key is None else column_names("key", [key])[0],
         schema=_promised(schema, key),
-        batch_rows=options.get("batch_rows", BATCH_ROWS),
+        batch_rows=int(options.get("batch_rows", BATCH_ROWS)),
         row_timeout_s=options.get("row_timeout_s", 600.0),
     )
     identity = code_identity(make_worker, version)

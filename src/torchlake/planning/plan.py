@@ -175,7 +175,7 @@ def plan(
         check_tables(wanted)
         base = base_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
-    ranks = processes or process_bounds(wanted.engine.processes or 1)[1]
+    ranks = int(processes or process_bounds(wanted.engine.processes or 1)[1])
     gpu, memory = device(limit, ranks)
     case = _case(wanted, base, table, gpu=gpu)
     cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)

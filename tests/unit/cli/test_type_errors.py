@@ -184,3 +184,9 @@ def test_what_is_no_table_is_named(table: Any, tiny_model: Path, tmp_path: Path)
     kind = type(table[0] if isinstance(table, list) else table).__name__
     with pytest.raises(TableError, match=f"^{kind}: is not a table"):
         tl.predict(tiny_model, table, tmp_path / "out")
+
+
+def test_columns_of_map_are_names(tmp_path: Path) -> None:
+    for given in ({"key": ""}, {"key": ["id"]}, {"columns": [None]}):
+        with pytest.raises(UsageError, match=r"^(key|columns): expected names of columns"):
+            tl.map(dict, "t.csv", tmp_path / "out", schema={"n": pa.int64()}, **given)  # type: ignore[arg-type]
