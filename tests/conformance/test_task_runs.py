@@ -17,7 +17,10 @@ from golden_losses import BETWEEN_STRATEGIES, check
 from sweeps import sweep
 from task_cases import CASES, Case
 from torchlake import plugins
+from torchlake.atomic_io import read_json
+from torchlake.config.task_spec import spec_from_json
 from torchlake.errors import DataError
+from torchlake.runs.metrics_log import VALIDATION, is_validation, read_metrics
 
 QUICK = {"text_and_numbers"}
 "It goes through more of the code than the others."
@@ -73,6 +76,15 @@ def test_every_task_has_a_case() -> None:
 @pytest.mark.usefixtures("trains")
 def test_one_rank_gives_the_losses_of_the_golden_file(name: str, trained: Path) -> None:
     check(f"task_{name}", runs.losses(trained))
+
+
+@pytest.mark.usefixtures("trains")
+def test_validations_have_every_metric_that_may_choose_the_best_model(case: Case, trained: Path) -> None:
+    spec = spec_from_json(trained / "task.json", read_json(trained / "task.json"))
+    lines = [line for line in read_metrics(trained / "metrics.jsonl") if is_validation(line)]
+    known = {name.removeprefix(VALIDATION) for line in lines for name in line}
+    task = case.task or plugins.load("tasks", spec.task)
+    assert {"loss", *task.metric_names(spec)} <= known
 
 
 @pytest.mark.usefixtures("trains")
