@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io
 from torchlake.config.model_files import known_keys
 from torchlake.config.model_files.known_keys import check_keys
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models.config import ENCODERS, NO_TOKEN, embeddings, in_words, load_config, pad_id, padding_id, positions
 from torchlake.models.folders import file_hash, model_folder, tokenizer_hash
 from torchlake.models.safety import check_folder
@@ -213,14 +213,14 @@ def _limit_of(folder: Path, tokenizer: str, config: str) -> int:
 def max_length(folder: str | Path, requested: int | None = None) -> int:
     """Return the maximum tokens of a row: `requested`, or the tokenizer's limit, at most the model's positions.
 
-    Without either limit it is MAX_LENGTH. Raises DataError if more are requested than the model has positions.
+    Without either limit it is MAX_LENGTH. Raises ConfigError if more are requested than the model has positions.
     """
     folder = model_folder(folder)
     check_folder(folder)
     limit = positions(folder)
     if requested is not None:
         if limit is not None and requested > limit:
-            raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
+            raise ConfigError(f"model.max_length is {requested}, but {folder} has positions for {limit} tokens only")
         return requested
     config = folder / "config.json"
     named = _limit_of(folder, tokenizer_hash(folder), file_hash(config) if config.exists() else "")

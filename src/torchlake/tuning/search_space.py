@@ -14,14 +14,26 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from torchlake import plugins
 from torchlake.config.job import Job, flat, with_values
 from torchlake.config.messages import sentence
+from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.types import STRICT, Float
 from torchlake.config.yaml import Location, quote, read_text, read_yaml, shape
 from torchlake.errors import ConfigError
 
 # Trials with other values of these could not be compared, or would not differ.
-FIXED = ("data.validation", "data.label", "data.learn", "model.task", "train.metric", "engine", "track")
+FIXED = (
+    *("data.validation", "data.label", "data.learn", "data.problem", "data.where"),
+    *("model.task", "train.metric", "engine", "track"),
+)
+SPLIT = ("data.deduplicate", "data.limit", "data.sample", "train.seed")
+"Settings that choose the validation rows, too, if these are a part of the training table."
+OF_METRIC: Mapping[str, tuple[str, ...]] = {
+    "loss": ("train.class_weights", "train.focal_gamma", "train.label_smoothing", "train.preference"),
+    "reward_margin": ("train.preference",),
+}
+"Settings that a metric is computed with."
 EXAMPLE = "{low: 1.0e-5, high: 5.0e-4, log: true} or {choices: [32, 64]}"
 
 
@@ -103,10 +115,27 @@ def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
     return found
 
 
+def refuse_of_metric(space: Space, job: Job) -> None:
+    """Raise ConfigError for a setting that the metric is computed with: trials with other values could not be
+    compared."""
+    defaults = [*plugins.load("tasks", job.task).default_metric.values()] or ["loss"]
+    for metric in [job.train.metric] if job.train.metric else defaults:
+        if name := next((name for name in space if name.startswith(OF_METRIC.get(metric, ()))), None):
+            raise ConfigError(
+                f"{name}: cannot be searched by the metric {metric}, which is computed with it: trials could not be "
+                "compared. Name another one (train.metric)"
+            )
+
+
 def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name: str) -> Range | tuple[Any, ...]:
     where = origins.get((key,), name)
     if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
         raise ConfigError(f"{where}: {key}: cannot be searched: trials could not be compared, or would not differ")
+    if key in SPLIT and isinstance(job.data.validation, Fraction | Fold):
+        raise ConfigError(
+            f"{where}: {key}: cannot be searched: it chooses the validation rows, too, and trials on other rows could "
+            "not be compared. Name a table of these rows (data.validation)"
+        )
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: {key}: expected {EXAMPLE}, got {quote(entry)}")
     try:

@@ -34,7 +34,7 @@ from torchlake.runs import follow
 from torchlake.storage import lease
 from torchlake.training import step
 from torchlake.tuning import study
-from torchlake.tuning.search_space import Range, read_space
+from torchlake.tuning.search_space import Range, read_space, refuse_of_metric
 
 SPACE: dict[str, Any] = {
     "train.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True},
@@ -117,11 +117,37 @@ def test_a_space_is_read_in_the_types_of_the_job(tmp_path: Path) -> None:
         ("train.metric: {choices: [loss, accuracy]}", "train.metric: cannot be searched"),
         ("data.learn: {choices: [all, assistant]}", "data.learn: cannot be searched"),
         ("engine.processes: {low: 1, high: 2}", "engine.processes: cannot be searched"),
+        ("data.where: {choices: [a > 1, a > 2]}", "data.where: cannot be searched"),
+        ("train.seed: {low: 0, high: 9}", "train.seed: cannot be searched: it chooses the validation rows, too"),
+        ("data.limit: {low: 10, high: 20}", "data.limit: cannot be searched: it chooses the validation rows, too"),
         ("train.epochs: {low: 0, high: 2}\ntrain.x: {choices: [1]}", "\nspace.yaml:2: train.x: unknown key"),
     ],
 )
 def test_a_mistake_in_a_space_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     assert said in complaint(tmp_path, text)
+
+
+def test_rows_of_another_table_do_not_depend_on_the_searched_ones() -> None:
+    job = load_job(None, data={"train": "t", "validation": "v"}, model={"base": "b"})
+    assert read_space({"train.seed": {"low": 0, "high": 9}, "data.limit": {"choices": [10, 20]}}, job)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "preference"),
+    [
+        ("train.label_smoothing", "loss", False),
+        ("train.preference.beta", None, True),
+        ("train.preference.beta", "reward_margin", True),
+    ],
+)
+def test_settings_of_the_metric_itself_are_not_searched(name: str, metric: str | None, preference: bool) -> None:
+    data = {"train": "t", **({"chosen": "c", "rejected": "r"} if preference else {})}
+    model = {"base": "b", **({"task": "text_generation"} if preference else {})}
+    space = {name: Range(0.01, 0.2, False)}
+    with pytest.raises(ConfigError, match=rf"^{name}: cannot be searched by the metric"):
+        refuse_of_metric(space, load_job(None, data=data, model=model, train={"metric": metric}))
+    other = "reward_accuracy" if preference else "log_loss"
+    refuse_of_metric(space, load_job(None, data=data, model=model, train={"metric": other}))
 
 
 def test_a_space_builds_no_objects_and_has_to_be_there(tmp_path: Path) -> None:
@@ -196,6 +222,12 @@ def test_what_diverges_is_recorded_and_the_tuning_goes_on(tmp_path: Path, sectio
     assert {one.state for one in done.trials} == {"complete", "failed"}
     assert all("not finite" in one.why for one in done.trials if one.state == "failed")
     assert done.best.settings == {"train.learning_rate": 1e-3}
+    longer = {"model.max_length": {"choices": [16, 4096]}}
+    lengths = tune(tmp_path / "lengths", sections, space=longer, trials=2, seed=3, overrides=("train.max_steps=1",))
+    assert {one.why for one in lengths.trials} == {
+        "",
+        f"model.max_length is 4096, but {sections['model']['base']} has positions for 128 tokens only",
+    }
     with pytest.raises(TorchlakeError, match="no trial succeeded:\n  trial 0: step 4"):
         tune(tmp_path / "hopeless", sections, space={"train.learning_rate": {"choices": [1e30]}}, trials=1)
 
