@@ -104,7 +104,8 @@ def _left_out(run: Path, job: Job, spec: TaskSpec, result: Mapping[str, Any]) ->
     if has_page(spec):
         stored = run / STORED
         outcome = pq.read_schema(stored).metadata[b"outcome"] if stored.is_file() else b"{}"
-        return None if json.loads(outcome) == result["metrics"] else "the answers of the best step are not stored"
+        found, wanted = (json.dumps(one, sort_keys=True) for one in (json.loads(outcome), result["metrics"]))
+        return None if found == wanted else "the answers of the best step are not stored"  # NaN is equal as text
     if spec.task == "preference":
         return "the metrics of the validation are all that is measured of pairs of answers"
     if task.generates and not task.packs and job.train.validate_writing is None:

@@ -1,13 +1,16 @@
 """The page of a run's validation rows for tasks whose best model is measured after the training."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import task_cases
+import tiny
 import training_runs as runs
 from sweeps import sweep
 from torchlake.evaluation.compare import compare
@@ -86,6 +89,20 @@ def test_written_texts_are_those_of_the_rows_that_validations_write(tmp_path: Pa
     facts, rows = page_of(run.path)
     assert (facts["kind"], len(rows)) == ("texts", 5)
     assert facts["metrics"]["exact_match"]["value"] == pytest.approx(run.metrics["exact_match"])
+
+
+def test_a_metric_that_is_undefined_leaves_out_no_page(tmp_path: Path) -> None:
+    """One row of numbers has no correlation."""
+    sections = runs.job(tmp_path, tiny.build_encoder(tmp_path / "base"), max_steps=2)
+    table = pq.read_table(tmp_path / "reviews.parquet").slice(0, 20)
+    numbers = pa.array([row + 0.5 for row in range(20)])
+    pq.write_table(table.set_column(2, "label", numbers), tmp_path / "reviews.parquet")
+    sections["data"]["validation"] = {"fraction": 0.05}
+    run = train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+    assert math.isnan(run.metrics["r2"])
+    facts, rows = page_of(run.path)
+    assert (len(rows), facts["metrics"]["rmse"]["value"]) == (1, pytest.approx(run.metrics["rmse"]))
+    assert "r2" in (run.path / PAGE / "eval.html").read_text()
 
 
 def test_the_report_says_why_pairs_of_answers_have_no_page(tmp_path: Path) -> None:
