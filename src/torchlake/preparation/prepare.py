@@ -170,7 +170,7 @@ class _Preparing:
 
     def provenance(self, out: Transaction, made: Sequence[WrittenChunk], seconds: float) -> dict[str, Any]:
         parts = [*out.done, *(chunk.part for chunk in made)]
-        cut = truncation_of([Path(out.parts.location, part.name) for part in parts], self.spec.max_length)
+        cut = truncation_of([Path(out.parts.location, part.name) for part in parts], self.spec)
         if cut["rows"] > MAX_TRUNCATED_SHARE * max(1, cut["of_rows"]):
             log.warning("%s: %s", self.source, describe_truncation(cut))
         return {"tokenizer": str(self.tokenizer), "truncated": cut}

@@ -127,8 +127,9 @@ def _class_rows(targets: np.ndarray, spec: TaskSpec) -> dict[str, int]:
     return {label_name(label): int(rows) for label, rows in zip(spec.labels, counts, strict=True)}
 
 
-def truncation_of(parts: Sequence[Path], max_length: int) -> dict[str, int]:
-    """Return the truncated rows and tokens of token Parquet, and their totals."""
+def truncation_of(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
+    """Return the truncated rows and tokens of token Parquet, and their totals; the targets of a task that learns texts
+    are truncated, too."""
     rows = tokens = of_rows = of_tokens = 0
     for part in parts:
         with pq.ParquetFile(part) as file:
@@ -144,16 +145,20 @@ def truncation_of(parts: Sequence[Path], max_length: int) -> dict[str, int]:
         "tokens": tokens,
         "of_rows": of_rows,
         "of_tokens": of_tokens + tokens,
-        "max_length": max_length,
+        "max_length": spec.max_length,
+        **({"max_target_tokens": most} if (most := spec.options.get("max_target_tokens")) else {}),
     }
 
 
 def describe_truncation(cut: Mapping[str, int]) -> str:
     """Return a sentence about `truncated` of a prepared table's record."""
     rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
+    most, targets, setting = cut.get("max_target_tokens"), "", ""
+    if most is not None:
+        targets, setting = f", or their targets to {most:,}", ", model.task_options.max_target_tokens"
     return (
-        f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
-        f"{cut['tokens']:,} of {cut['of_tokens']:,} tokens ({tokens:.1%}) are left out (model.max_length)"
+        f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens{targets}, "
+        f"and {cut['tokens']:,} of {cut['of_tokens']:,} tokens ({tokens:.1%}) are left out (model.max_length{setting})"
     )
 
 

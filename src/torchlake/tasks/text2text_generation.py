@@ -38,7 +38,7 @@ class Text2textGeneration(WritingTask):
     options = {"prefix": "", "max_target_tokens": 128}
     token_arrays = (INPUT_IDS, DECODER_IDS)
     default_metric = {"text": "perplexity"}
-    directions = {"loss": "lower", "perplexity": "lower", "exact_match": "higher"}
+    directions = {"loss": "lower", "perplexity": "lower"}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for targets without a token."""
@@ -108,11 +108,15 @@ class Text2textGeneration(WritingTask):
         most = spec.options["max_target_tokens"]
         rows = processor(text_target=wanted, truncation=True, max_length=most)["input_ids"] if wanted else []
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        full = np.flatnonzero(lengths == most)
+        whole = processor(text_target=[wanted[row] for row in full], verbose=False)["input_ids"] if len(full) else []
+        cut = np.zeros_like(lengths)
+        cut[full] = [len(row) - most for row in whole]
         learned = Ragged(np.array([token for row in rows for token in row], dtype=np.int32), offsets_of(lengths))
         seen = np.roll(learned.values, 1)
         seen[learned.offsets[:-1][lengths > 0]] = processor.decoder_start
         arrays = {**made.arrays, DECODER_IDS: Ragged(seen, learned.offsets)}
-        made = replace(made, arrays=arrays, lengths=made.lengths + lengths)
+        made = replace(made, arrays=arrays, lengths=made.lengths + lengths, cut=made.cut + cut)
         offsets = pa.array(learned.offsets, pa.int32())
         return made, None if labels is None else pa.ListArray.from_arrays(offsets, pa.array(learned.values))
 

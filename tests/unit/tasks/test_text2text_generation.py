@@ -1,10 +1,12 @@
 """Encoder-decoders: the loss and the texts are those of transformers, in any batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -80,6 +82,20 @@ def test_labels_are_texts() -> None:
 
 def test_a_folder_says_that_it_is_an_encoder_decoder(tmp_path: Path) -> None:
     assert load_spec(tiny.build_encoder_decoder(tmp_path)).task == "text2text_generation"
+
+
+def test_targets_that_are_cut_are_counted(tmp_path: Path) -> None:
+    folder = tiny.build_encoder_decoder(tmp_path)
+    processor, spec = (
+        task.load_processor(folder, SPEC, scoring=False),
+        replace(SPEC, options={**SPEC.options, "max_target_tokens": 6}),
+    )
+    wanted = ["good", "good bad good", "good bad good bad good", "good bad good bad good bad good"]
+    made, learned = task.examples({"text": pa.array(wanted)}, pa.array(wanted), processor, spec)
+    whole = [len(ids) for ids in processor(text_target=wanted)["input_ids"]]
+    assert made.cut.tolist() == [max(0, length - 6) for length in whole]
+    assert made.cut.max() > 0
+    assert pc.list_value_length(learned).to_pylist() == [min(6, length) for length in whole]
 
 
 @pytest.mark.slow
