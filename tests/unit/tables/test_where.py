@@ -182,12 +182,17 @@ def test_types_that_statistics_do_not_have_are_compared_too() -> None:
             "half": pa.array([0.5, 2.0], pa.float16()),
             "fine": pa.array([1, 10**18 + 1], pa.timestamp("ns")),
             "long": pa.array(["a", "b"], pa.large_string()),
+            "clock": pa.array([3_600_000_000_001, None], pa.time64("ns")),
+            "second": pa.array([3600, None], pa.time32("s")),
         }
     )
     assert selected("wide > 12345678901234567890", table) == [True, None]
     assert selected("half < 1", table) == [True, False]
     assert selected("fine >= '2001-09-09 01:46:40.000000001'", table) == [False, True]
     assert selected("long in ('b', 'c')", table) == [False, True]
+    assert selected("clock > '01:00'", table) == [True, None]
+    assert selected("clock in ('01:00:00', '01:00:00.000000001')", table) == [True, None]
+    assert selected("second = '01:00:00'", table) == [True, None]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +231,7 @@ def test_a_mistake_is_shown_in_the_text(text: str, message: str, mark: int) -> N
         ("stars >= '3'", "'3' cannot be compared with the int64 column 'stars'"),
         ("lang = 3", "3 cannot be compared with the string column 'lang'. Write it in single quotes, '3'"),
         ("day > 3", "Write '2024-01-31'"),
+        ("clock > 3", "Write '12:00:00'"),
         ("day > 'May'", "'May' cannot be compared with the date32[day] column 'day'"),
         ("lang = true", "true cannot be compared with"),
         ("stars", "true cannot be compared with the int64 column 'stars'"),
@@ -238,6 +244,7 @@ def test_what_does_not_fit_the_table_is_an_error_before_any_row_is_read(
     tmp_path: Path, text: str, message: str
 ) -> None:
     schema = {"stars": pa.int64(), "lang": pa.string(), "day": pa.date32(), "tags": pa.list_(pa.string())}
+    schema["clock"] = pa.time64("us")
     pq.write_table(pa.schema(list(schema.items())).empty_table(), tmp_path / "t.parquet")
     with pytest.raises(TableError) as caught:
         open_table(tmp_path / "t.parquet", options=ReadOptions(selection=Selection(where=text)))

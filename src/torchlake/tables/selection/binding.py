@@ -98,7 +98,7 @@ def _advice(value: Any, kind: pa.DataType) -> str:
     if _is_text(kind):
         return f" Write it in single quotes, '{shown}'."
     if _is_time(kind):
-        return " Write '2024-01-31' or '2024-01-31 12:00:00'."
+        return " Write '12:00:00'." if pa.types.is_time(kind) else " Write '2024-01-31' or '2024-01-31 12:00:00'."
     if pa.types.is_boolean(kind) or _is_numeric(kind):
         return ""
     return " Only 'is null' and 'is not null' work with this column."
@@ -123,6 +123,8 @@ def _number(value: int | Decimal, kind: pa.DataType) -> pa.Scalar:
 
 
 def _time(value: str, kind: pa.DataType) -> pa.Scalar:
+    if pa.types.is_time(kind):  # Arrow reads no string as one
+        return pa.scalar(f"1970-01-01 {value}").cast(pa.timestamp("ns")).cast(pa.time64("ns")).cast(kind)
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         try:
             return pa.scalar(value).cast(kind)

@@ -44,7 +44,7 @@ def _evaluate(condition: Condition, table: pa.Table) -> pa.ChunkedArray:
     if isinstance(condition, OneOf):
         values = _values(condition.column, table)
         if all(one.type == values.type for one in condition.values) and not pa.types.is_floating(values.type):
-            found = pc.is_in(values, pa.array([one.as_py() for one in condition.values], values.type))
+            found = pc.is_in(values, pa.array(condition.values, values.type))
             return pc.if_else(pc.is_valid(values), found, pa.scalar(None, pa.bool_()))
         return reduce(pc.or_kleene, (pc.equal(values, one) for one in condition.values))
     return pc.invert(_evaluate(condition.part, table))
