@@ -30,6 +30,8 @@ def output_text(output: str | Path) -> str:
     text = local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
     if "\0" in text:
         raise UsageError(f"{text!r}: is not a name: it has a null character.")
+    if not text.strip("/"):
+        raise UsageError(f"{text!r}: cannot be an output. Give the path of a folder, a URL or the name of a table.")
     return text
 
 

@@ -113,6 +113,11 @@ def object_store_options(url: str) -> dict[str, str] | None:
     return {name: value for name, value in found.items() if value}
 
 
+def quoted(url: str) -> str:
+    """Return a URL for delta-rs, which takes % # ? for signs of a URL, not for parts of a name; a path as it is."""
+    return url.replace("%", "%25").replace("#", "%23").replace("?", "%3F") if is_url(url) else url
+
+
 def s3_address() -> str:
     """Return the address of the S3 storage that fsspec finds, by its settings or the variables; empty for AWS."""
     from fsspec.config import conf

@@ -26,6 +26,8 @@ from torchlake.tables.sources._find import pinned
         ("{}/none.metadata.json", 65, "the metadata file cannot be read"),
         ("{}/delta@v9", 65, "Check that version 9 exists"),
         ("{}/none", 65, "there is no such file or folder"),
+        ("{}/dangling", 65, "is a link to gone.parquet, which does not exist"),
+        ("", 65, "the name of an input is empty"),
         ("{}/words", 65, "there is no column 'text'"),
         ("ftp://host/rows.parquet", 65, "the protocol 'ftp' is refused"),
     ],
@@ -42,6 +44,7 @@ def test_what_cannot_be_read_ends_the_command_before_any_row_is_scored(
     monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
     deltalake.write_deltalake(tmp_path / "delta", tiny.reviews(3))
     deltalake.write_deltalake(tmp_path / "words", pa.table({"word": ["a"]}))
+    (tmp_path / "dangling").symlink_to("gone.parquet")
     output = tmp_path / "scored"
     assert main(["predict", str(tiny_model), source.format(tmp_path), str(output)]) == code
     assert message in " ".join(capsys.readouterr().err.split())

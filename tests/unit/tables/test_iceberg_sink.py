@@ -235,6 +235,15 @@ def test_an_overwrite_is_one_snapshot(lake: SqlCatalog, source: Path, more: Path
     assert ids(lake) == [100, 101, 102, 103]
 
 
+def test_a_percent_sign_in_a_location_is_one(lake: SqlCatalog, tmp_path: Path, source: Path) -> None:
+    fields = [("row_id", pa.string()), *pq.read_schema(source), ("error", pa.string())]
+    lake.create_table("db.t", pa.schema(fields), location=f"file://{tmp_path}/my%20lake/t")
+    assert job(source, NAME, mode="append") == 4
+    assert ids(lake) == [*range(7)]
+    assert verify(NAME).problems == []
+    assert not (tmp_path / "my lake").exists()
+
+
 def test_columns_are_added_if_asked_and_types_are_widened(lake: SqlCatalog, source: Path) -> None:
     fields = [NestedField(5, "p", StringType()), NestedField(3, "id", LongType(), required=True)]
     lake.create_table("db.t", Schema(*fields, NestedField(9, "n", DoubleType())))

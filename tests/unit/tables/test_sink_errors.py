@@ -114,6 +114,14 @@ def test_features_that_a_new_file_would_have_to_respect(
 def test_a_version_of_a_table(tmp_path: Path, source: Path, tiny_model: Path) -> None:
     table = make(tmp_path / "t", ROW)
     refused(tiny_model, source, f"{table}@v0", UsageError, "a version of a table cannot be written to")
+    named = make(tmp_path / "t@v1", ROW)
+    refused(tiny_model, source, named, OutputError, "has rows that this job did not write")
+
+
+@pytest.mark.parametrize("output", ["", "/", "file:///"])
+def test_a_name_without_a_folder(source: Path, tiny_model: Path, output: str) -> None:
+    for kind in ("parquet", "delta"):
+        refused(tiny_model, source, output, UsageError, "cannot be an output", format=kind)  # type: ignore[arg-type]
 
 
 def test_the_input_itself_and_a_folder_around_it(tmp_path: Path, tiny_model: Path) -> None:
@@ -188,6 +196,14 @@ def test_a_store_that_refuses_access(
                 catalog.create_namespace("db")
         refused(tiny_model, source, output, OutputError if format == "iceberg" else AccessError, match, format=format)
     assert AccessError.exit_code == OutputError.exit_code == 73
+
+
+def test_signs_of_a_url_in_the_name_of_a_table(source: Path, tiny_model: Path, cloud: None, s3: S3Server) -> None:
+    url = f"s3://{BUCKET}/signs/a#b"
+    scored = tl.predict(tiny_model, source, url, key="id", format="delta", engine=tiny.Here())
+    assert tl.open(url).count_rows() == scored.rows_out > 0
+    assert {name.partition("/")[0] for name in s3.keys("signs")} == {"a#b"}
+    refused(tiny_model, source, f"s3://{BUCKET}/signs/a%20b", UsageError, "cannot have % in its name", format="delta")
 
 
 def test_other_objects_at_the_url(source: Path, tiny_model: Path, cloud: None, s3: S3Server, tmp_path: Path) -> None:

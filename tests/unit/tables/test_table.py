@@ -28,10 +28,16 @@ def parquet(path: Path, **columns: Any) -> Path:
 
 
 def test_a_folder_is_read_in_order_without_hidden_files(tmp_path: Path) -> None:
-    for name in ("b.parquet", "a/z.parquet", "_tmp/x.parquet", ".hidden.parquet", "_SUCCESS.parquet"):
+    for name in ("b.parquet", "a/z.parquet", "_tmp/x.parquet", ".hidden.parquet", "_SUCCESS.parquet", ".c=1/x.parquet"):
         parquet(tmp_path / name, a=[1])
     (tmp_path / "README.md").write_text("not a table")
     assert open_table(tmp_path).names == ("a/z.parquet", "b.parquet")
+
+
+def test_the_folder_of_a_partition_column_is_not_hidden(tmp_path: Path) -> None:
+    parquet(tmp_path / "_day=1" / "x.parquet", a=[1])
+    table = open_table(tmp_path)
+    assert (table.names, table.schema.names) == (("_day=1/x.parquet",), ["a", "_day"])
 
 
 def test_globs_and_lists_have_names_that_do_not_depend_on_what_they_match(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class IcebergSnapshot:
 
 def root_of(table: Any) -> str:
     """Return the table's location."""
-    return local_path(table.location().rstrip("/"))
+    return local_path(table.location().rstrip("/"), literal=True)
 
 
 def mark_of(table: Any, commit: str) -> str:

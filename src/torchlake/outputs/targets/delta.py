@@ -38,7 +38,7 @@ from torchlake.outputs.targets._delta_snapshot import KEPT_COMMITS, DeltaSnapsho
 from torchlake.outputs.targets._schemas import check_fit, check_nulls, delta_schema
 from torchlake.storage.errors import first_line, library_errors, storage_failure
 from torchlake.storage.objects import RETRIES, RETRY_S
-from torchlake.storage.urls import EXTRAS, is_url, object_store_options
+from torchlake.storage.urls import EXTRAS, is_url, object_store_options, quoted
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
 
@@ -71,7 +71,7 @@ class DeltaTarget:
 
         with library_errors(self.shown):
             try:
-                return DeltaSnapshot(table=DeltaTable(self.root, storage_options=self._storage))
+                return DeltaSnapshot(table=DeltaTable(quoted(self.root), storage_options=self._storage))
             except TableNotFoundError:
                 return DeltaSnapshot(table=None)
             except (DeltaError, OSError, ValueError) as error:
@@ -182,7 +182,7 @@ class DeltaTarget:
                 # "ignore" makes the second one do nothing, without an error. The Conflict leads to the next attempt,
                 # which adds the files to whichever table exists.
                 DeltaTable.create(
-                    self.root,
+                    quoted(self.root),
                     schema,
                     mode="ignore",
                     partition_by=[*self.partition_by] or None,
@@ -245,9 +245,11 @@ def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
     need_library("deltalake", "delta", f"{output}: a Delta table")
     text = local_path(os.fspath(output))
-    if source.VERSION.fullmatch(text) and source.recognizes(text):
+    if source.names_version(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
     root = text.rstrip("/") if is_url(text) else os.path.realpath(os.path.expanduser(text))
+    if is_url(root) and unquote(root) != root:  # its library decodes a part of the table's paths twice
+        raise UsageError(f"{output}: a Delta table in a bucket cannot have % in its name; give another name.")
     if not is_url(root) and Path(root).exists() and not Path(root).is_dir():
         raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
     if not is_url(root) and Path(root).is_dir() and any(Path(root).iterdir()) and not source.recognizes(root):

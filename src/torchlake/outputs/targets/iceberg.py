@@ -136,7 +136,7 @@ class IcebergTarget:
         """Return a folder of this commit and this table, below the table's data."""
         known = files.schema_to_arrow(self.table, ids=True)
         fields = [known.field(one.name) if one.name in known.names else one for one in _stored(schema)]
-        location = local_path(data_folder(self.table, commit))
+        location = local_path(data_folder(self.table, commit), literal=True)
         return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:

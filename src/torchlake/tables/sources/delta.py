@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError, Unavailable, need_library
 from torchlake.storage.errors import first_line, library_errors, storage_errors
-from torchlake.storage.urls import filesystem_of, is_url, object_store_options
+from torchlake.storage.urls import filesystem_of, is_url, object_store_options, quoted
 from torchlake.tables.formats.types import same_name
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows, commit_id
@@ -52,6 +52,12 @@ class DeltaPath(NamedTuple):
 def recognizes(source: Any) -> bool:
     """Return whether a path or URL, without its version, is a folder with a `_delta_log`."""
     return isinstance(source, str | Path) and _parse(source) is not None
+
+
+def names_version(source: str) -> bool:
+    """Return whether a path or URL is a version of a table, and not a table of such a name."""
+    found = _parse(source)
+    return found is not None and found.version is not None
 
 
 def pin(source: str | Path) -> str | Path:
@@ -219,7 +225,7 @@ def _load(found: DeltaPath) -> Any:
     shown = found.table if found.version is None else f"{found.table}@v{found.version}"
     with library_errors(shown):
         try:
-            return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
+            return DeltaTable(quoted(found.table), found.version, object_store_options(found.table))
         except (DeltaError, OSError, ValueError) as error:
             hint = ""
             if found.version is not None:

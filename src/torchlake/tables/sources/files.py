@@ -2,7 +2,7 @@
 
 A file has two names: its path or URL, and its name relative to the folder that the user gave. The latter stays the same
 when the folder moves, and is used in row ids. In folders and globs, links are followed and each file counts once; names
-that begin with "_" or "." are ignored, as in Spark and Hive.
+that begin with "_" or "." are ignored, as in Spark and Hive, but not the folder of a partition column, `_day=1`.
 """
 
 import glob
@@ -122,19 +122,21 @@ def describe(source: StoredTable) -> str:
     return os.fspath(source) if isinstance(source, str | os.PathLike) else ", ".join(os.fspath(one) for one in source)
 
 
-def local_path(source: str) -> str:
-    """Return the path in a `file:` URL; anything else unchanged."""
+def local_path(source: str, *, literal: bool = False) -> str:
+    """Return the path in a `file:` URL; anything else unchanged. `literal`: a percent sign stays, as Iceberg has it."""
     match = re.match(r"file:(?://(?:localhost)?)?(?=/)", source)
     if match is None:
         return source
     path = source[match.end() :]
-    return path if os.path.exists(path) or "%" not in path else unquote(path)
+    return path if literal or os.path.exists(path) or "%" not in path else unquote(path)
 
 
 def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
     """Return the folder that names are relative to, the files, and whether they were listed, not named directly."""
     if is_url(source):
         return _expand_url(source, wanted)
+    if not source:
+        raise TableError("the name of an input is empty. Give a path, or '.' for the current folder.")
     path = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(path):
         return path, _table_files(path, _walk(path), wanted, source), True
@@ -146,6 +148,8 @@ def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str],
         found = (file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         return base, _table_files(base, found, wanted, source), True
     _check_readable(path, source)
+    if os.path.islink(path):
+        raise TableError(f"{source}: is a link to {os.readlink(path)}, which does not exist.")
     raise TableError(f"{source}: there is no such file or folder.{_nearest(path)}")
 
 
@@ -247,8 +251,9 @@ def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool],
 
 
 def _is_hidden(base: str, file: str) -> bool:
-    """Return whether the name of a file below `base`, or of a folder above it, begins with "_" or "."."""
-    return any(part[0] in "._" for part in file.removeprefix(base).split("/") if part)
+    """Return whether the name of a file below `base`, or of a folder above it, is hidden; `_column=value` is not."""
+    names = file.removeprefix(base).split("/")
+    return any(name.startswith(".") or (name.startswith("_") and "=" not in name) for name in names)
 
 
 def _real(file: str) -> str:
