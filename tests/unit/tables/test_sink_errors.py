@@ -203,7 +203,8 @@ def test_signs_of_a_url_in_the_name_of_a_table(source: Path, tiny_model: Path, c
     scored = tl.predict(tiny_model, source, url, key="id", format="delta", engine=tiny.Here())
     assert tl.open(url).count_rows() == scored.rows_out > 0
     assert {name.partition("/")[0] for name in s3.keys("signs")} == {"a#b"}
-    refused(tiny_model, source, f"s3://{BUCKET}/signs/a%20b", UsageError, "cannot have % in its name", format="delta")
+    for root in (f"s3://{BUCKET}/signs/a%20b", f"{source.parent}/a%20b", f"{source.parent}/a\\b"):
+        refused(tiny_model, source, root, UsageError, "cannot have % or a backslash in its path", format="delta")
 
 
 def test_other_objects_at_the_url(source: Path, tiny_model: Path, cloud: None, s3: S3Server, tmp_path: Path) -> None:

@@ -248,8 +248,8 @@ def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     if source.names_version(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
     root = text.rstrip("/") if is_url(text) else os.path.realpath(os.path.expanduser(text))
-    if is_url(root) and unquote(root) != root:  # its library decodes a part of the table's paths twice
-        raise UsageError(f"{output}: a Delta table in a bucket cannot have % in its name; give another name.")
+    if unquote(root) != root or "\\" in root:  # its library opens the log of another name
+        raise UsageError(f"{output}: a Delta table cannot have % or a backslash in its path. Give another path.")
     if not is_url(root) and Path(root).exists() and not Path(root).is_dir():
         raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
     if not is_url(root) and Path(root).is_dir() and any(Path(root).iterdir()) and not source.recognizes(root):
