@@ -88,6 +88,12 @@ def test_columns_that_do_not_fit(
     assert deltalake.DeltaTable(tmp_path / "t").version() == 0
 
 
+def test_partitions_of_others_with_signs_of_a_url(tmp_path: Path) -> None:
+    values = ["%2F", "a/b", "50%", "a#b", " ", None]
+    table = make(tmp_path / "t", {"id": range(6), "p": values}, partition_by=["p"])
+    assert sorted(map(str, tl.open(table).to_table()["p"].to_pylist())) == sorted(map(str, values))
+
+
 def test_rows_of_others_are_not_replaced(tmp_path: Path, source: Path, tiny_model: Path) -> None:
     table = make(tmp_path / "t", ROW)
     refused(tiny_model, source, table, OutputError, "has rows that this job did not write.*mode append.*mode overwrite")

@@ -285,17 +285,24 @@ def _without_statistics(table: Any) -> Any:
 
     dataset = table.to_pyarrow_dataset()
     actions = pa.table(table.get_add_actions()).to_pylist() if table.file_uris() else []
-    partitions = {unquote(one["path"]): one.get("partition") or {} for one in actions}
+    partitions = {_plain(one["path"]): one.get("partition") or {} for one in actions}
     fragments = []
     for one in dataset.get_fragments():
         chosen = ds.scalar(True)
-        for name, value in partitions[unquote(one.path)].items():
+        for name, value in partitions[_plain(one.path)].items():
             same = ds.field(name).is_null() if value is None else ds.field(name) == value
             chosen = chosen & same
         fragments.append(one.format.make_fragment(one.path, one.filesystem, partition_expression=chosen))
     if not fragments:
         return dataset
     return ds.FileSystemDataset(fragments, dataset.schema, fragments[0].format, fragments[0].filesystem)
+
+
+def _plain(path: str) -> str:
+    """Return the path of a file as it is: actions and fragments have it encoded a different number of times."""
+    while (decoded := unquote(path)) != path:
+        path = decoded
+    return path
 
 
 def _refuse_other_files(root: Path) -> None:
