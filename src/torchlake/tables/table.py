@@ -172,7 +172,8 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
     """Return the tables of `source` in the given order: adjacent loose files as one, each other table by its source."""
     if isinstance(source, str | os.PathLike):
         return [_open_alone(source) or open_source(source)]
-    inputs = source if isinstance(source, Iterable) and not isinstance(source, bytes) else [source]
+    found: Any = source  # what is not a table is named below
+    inputs = found if isinstance(found, Iterable) and not isinstance(found, bytes) else [found]
     given = [(one, _open_alone(one, in_list=True)) for one in inputs]
     loose = [one for one, table in given if table is None]
     opened = iter(open_each(loose) if loose or not given else ())
