@@ -52,8 +52,10 @@ def command(example: str, *groups: str | type, **about: Any) -> Callable[[Work],
 
         def parsed(**values: Any) -> Callable[[], Outcome]:
             own = {one.name: values.pop(one.name) for one in arguments}
-            for one in (each for each in arguments if own[each.name] == ""):  # which would be the current folder
-                raise UsageError(f"{get_args(one.annotation)[1].metavar}: is empty. Give one.")
+            for one in arguments:
+                shown, value = get_args(one.annotation)[1].metavar, own[one.name]
+                if "" in (value if isinstance(value, list) else [value]) and not shown.startswith("--"):
+                    raise UsageError(f"{shown}: is empty. Give one.")  # it would be the current folder
             given = {"given": as_given(values, options)} if "given" in signature.parameters else {}
             return partial(work, **own, **given)
 

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -151,6 +152,8 @@ def _watch_reader(until: int) -> None:
 @contextmanager
 def result_stream(as_json: bool) -> Iterator[TextIO]:
     """Yield the stream for the result. Under --json all other output to descriptor 1 goes to standard error."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names come from files and tables, workers' lines from users
     if not as_json:
         yield sys.stdout
         return

@@ -59,8 +59,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         outcome = _run(words)
         text = json.dumps(plain(outcome.values)) if as_json else "\n".join(outcome.lines)
         if text:
-            coding = out.encoding or "utf-8"  # of a terminal; names come from files and tables
-            print(text.encode(coding, "backslashreplace").decode(coding), file=out, flush=True)
+            print(text, file=out, flush=True)
     if arguments is None:
         gc.freeze()  # the process ends: collecting torch's objects once more would take 0.3 s
     return outcome.exit_code

@@ -34,12 +34,14 @@ def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) ->
             raise UsageError(f"{name}: {problem}")
 
 
-def plain_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with Python's numbers in place of numpy's, which JSON does not have."""
-    return {
-        name: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-        for name, value in given.items()
-    }
+def plain_numbers(value: Any) -> Any:
+    """Return arguments with Python's numbers in place of numpy's, which JSON does not have, also in mappings and
+    lists."""
+    if isinstance(value, Mapping):
+        return {name: plain_numbers(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_numbers(one) for one in value)
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
 
 
 def column_names(option: str, given: Any) -> tuple[str, ...]:
@@ -62,6 +64,8 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
 
 def read_named(option: str, path: str | os.PathLike[str]) -> str:
     """Return the text of a file that an option names. Raises UsageError."""
+    if "\0" in os.fspath(path):
+        raise UsageError(f"{option}: a name of a file has no null character.")
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -99,7 +99,7 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
 
 
 def _too_big(name: str) -> ConfigError:
-    return ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes; a job file is not")
+    return ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes, the limit of a YAML file")
 
 
 def _nearest(path: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchlake.config.arguments import plain_numbers
 from torchlake.config.options import ReadArguments
 from torchlake.display import Shown, count, shown
 from torchlake.errors import UsageError
@@ -109,6 +110,7 @@ def plan_endpoint(
     `tokenizer` is a model folder, or a name on the Hub; without one, tokens are guessed from characters. Raises as
     `predict` for mistakes in the options and the table.
     """
+    options = plain_numbers(options)
     work = endpoint_job(options, text=text, key=None, columns=(), engine=None)
     read = read_options({name: value for name, value in options.items() if name in ReadArguments.__annotations__})
     source = open_table(table, columns=(), options=read)

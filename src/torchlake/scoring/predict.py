@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from torchlake.config.arguments import refuse_unknown
+from torchlake.config.arguments import plain_numbers, refuse_unknown
 from torchlake.config.options import PredictOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.display import Shown, shown
@@ -217,7 +217,7 @@ def _predict_by_endpoint(
     from torchlake.scoring.endpoint.job import with_chunks
     from torchlake.scoring.endpoint.options import endpoint_job
 
-    given = with_common_names(options)
+    given = plain_numbers(with_common_names(options))
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     if model is not None:
         raise UsageError("The runtime 'http' reads no model folder: leave it out (None in Python).")

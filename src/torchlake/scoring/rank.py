@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.arguments import refuse_unknown
+from torchlake.config.arguments import column_names, refuse_unknown
 from torchlake.config.options import RankOptions
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
@@ -93,6 +93,7 @@ def rank(
     folder = folders.model_folder(model)
     spec = with_columns(known_spec(folder, options.get("task")), folder, text_pair=document)
     score = score_column(spec, relevant, str(model))
+    columns = column_names("columns", columns)
     spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": spec.text_pair}
     query = query or (spec.text if isinstance(spec.text, str) else None)
     if query is None:

@@ -189,7 +189,7 @@ class Gate:
         if service.options.allow_origin:
             if scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
                 handler, is_open = self._preflight, True
-            else:
+            elif b"origin" in headers:
                 send = partial(self.cors.send, send=send, request_headers=Headers(scope=scope))
         used = scope["torchlake"] = ServedRequest(service, service.model)
         if REQUEST_ID.fullmatch(given := headers.get(b"x-request-id", b"")):

@@ -42,6 +42,8 @@ def local_output(output: str | Path) -> Path:
             f"{redacted(text)}: has to be a local path, because it is published by one rename. Give a local path, "
             "and upload the folder afterwards."
         )
+    if not text:
+        raise UsageError("the name of a folder is empty. Give a path, or '.' for the current folder.")
     return Path(os.path.expanduser(text))
 
 

@@ -188,6 +188,8 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
 
 def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
     """Return a table that is not loose files; of a committed output, only the files in its record."""
+    if isinstance(source, str) and not source:
+        raise TableError("the name of an input is empty. Give a path, or '.' for the current folder.")
     kind = source_of(source)
     if kind is not None:
         return kind.open_source(source)  # type: ignore[no-any-return]

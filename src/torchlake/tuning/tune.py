@@ -112,7 +112,7 @@ def tune(
     check_arguments({"trials": trials, "seed": seed, "prune": prune}, tune.__annotations__)
     if trials < 1:
         raise UsageError(f"trials must be 1 or more, not {trials}.")
-    wanted = load_job(job, overrides, **named_engine(engine))
+    wanted, seed = load_job(job, overrides, **named_engine(engine)), int(seed)
     if wanted.data.validation is None:
         raise ConfigError("data.validation is null, but a tuning compares validations; set it")
     if wanted.train.checkpoint_folder is not None:

@@ -372,7 +372,7 @@ def test_a_value_of_an_option_is_plain_yaml(value: str, found: Any, monkeypatch:
         ("it=0x_", "is not a valid int"),
         ("it={a: 1, a: 2}", "given twice"),
         ("it=" + "[" * 5000, "nested deeper"),
-        ("it=@{file}", "larger than 1,048,576 bytes"),
+        ("it=@{file}", "larger than 1,048,576 bytes, the limit of a YAML file"),
         ("it=!!python/name:os.system", "the tag"),
         ("=1", "write it as name=value"),
     ],

@@ -1,6 +1,7 @@
 """A value of the wrong type is refused in the same words on the command line, in a job file and in Python."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pyarrow import dataset
 import torchlake as tl
 from torchlake.cli.app import program
 from torchlake.cli.main import main
+from torchlake.config.arguments import plain_numbers
 from torchlake.config.job import SECTIONS, load_job
 from torchlake.config.messages import _settings
 from torchlake.errors import ConfigError, TableError, TorchlakeError, UsageError
@@ -164,8 +166,8 @@ def test_numbers_of_numpy_are_written_as_those_of_python(tiny_model: Path, tmp_p
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"key": ""}, "key: expected names of columns, got ['']"),
-        ({"key": ["id"]}, "key: expected names of columns, got [['id']]"),
+        ({"key": ""}, "key: expected the name of a column, got ''"),
+        ({"key": ["id"]}, "key: expected the name of a column, got ['id']"),
         ({"columns": None}, "columns: expected names of columns, got null"),
         ({"columns": ["id", 1]}, "columns: expected names of columns, got ['id', 1]"),
         ({"text": 1}, "text: expected names of columns, got 1"),
@@ -177,6 +179,26 @@ def test_numbers_of_numpy_are_written_as_those_of_python(tiny_model: Path, tmp_p
 def test_columns_and_mappings_of_another_type_are_named(given: dict[str, Any], words: str, tiny_model: Path) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(words)}$"):
         tl.predict(tiny_model, "t.csv", "o", **given)
+
+
+@pytest.mark.parametrize("given", [{"text": 1}, {"text": []}, {"label": ["label"]}])
+def test_columns_of_evaluate_are_names(given: dict[str, Any], tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(given))}: (expected|names no column)"):
+        tl.evaluate(tiny_model, "t.csv", **given)
+
+
+@pytest.mark.parametrize("given", [{"columns": None}, {"key": ["id"]}, {"key": ""}, {"text": 1}, {"text": []}])
+def test_columns_of_a_job_of_an_endpoint_are_names(given: dict[str, Any]) -> None:
+    named: dict[str, Any] = {"runtime": "http", "endpoint": "https://a.example/v1", "model_name": "m", **given}
+    with pytest.raises(UsageError, match=f"^{next(iter(given))}: (expected|names no column)"):
+        tl.predict(None, "t.csv", "out", **named)
+
+
+def test_numbers_of_numpy_may_be_in_lists_and_mappings() -> None:
+    import numpy as np
+
+    found = plain_numbers({"stop_token_ids": [np.int64(5)], "request_options": {"a": (np.float32(0.5), "b")}})
+    assert json.dumps(found) == '{"stop_token_ids": [5], "request_options": {"a": [0.5, "b"]}}'
 
 
 @pytest.mark.parametrize("table", [None, 5, [None], b"t.csv", dataset.dataset(pa.table({"text": ["a"]}))])

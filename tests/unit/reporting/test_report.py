@@ -278,6 +278,7 @@ def test_the_server_has_the_pages_of_the_folds(tmp_path: Path) -> None:
     page = tmp_path / "fold_2" / "eval" / "eval.html"
     page.parent.mkdir(parents=True)
     page.write_text("the rows of fold 2")
+    page.with_name("rows.parquet").write_text("not a page")
     with live.served(tmp_path) as address:
         with urlopen(f"{address}fold_2/eval/eval.html") as answer:
             assert answer.read() == page.read_bytes()

@@ -118,7 +118,7 @@ def test_what_is_around_a_prompt_is_that_of_the_template(model: Path) -> None:
     assert joined(written(model, prompt="{title}", examples=few)) == texts(model, as_text)
 
 
-@pytest.mark.parametrize("name", ["chatml", "chatml.jinja", "templates/chatml.tmpl"])
+@pytest.mark.parametrize("name", ["chatml", "templates/chatml.tmpl"])
 def test_a_file_of_a_template_that_is_missing_is_no_template(name: str, model: Path) -> None:
     with pytest.raises(UsageError, match=f"chat_template: {name}: cannot be read"):
         written(model, text="title", chat_template=name)

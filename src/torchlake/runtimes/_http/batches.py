@@ -98,10 +98,12 @@ def _answer(client: Client, line: bytes) -> tuple[int, Answer]:
         value: Any = json.loads(line)
         row = int(value["custom_id"])
         got = value.get("response") or {}
-        status, content = int(got.get("status_code") or 0), json.dumps(got.get("body") or {}).encode()
+        status, content = got.get("status_code"), json.dumps(got.get("body") or {}).encode()
         problem = value.get("error")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return -1, Answer()
+    if not isinstance(status, int):
+        status = 0
     if problem:
         return row, Answer(error=f"batch: {message_of(json.dumps({'error': problem}).encode())[1]}", final=False)
     answer = read_answer(client.endpoint, content) if status == 200 else refused_row(status, content)

@@ -19,6 +19,7 @@ from torchlake.scoring.endpoint.budget import Amount
 from torchlake.scoring.endpoint.job import EMBEDS, WRITES, EndpointJob
 from torchlake.scoring.endpoint.rows import EndpointSettings
 from torchlake.scoring.endpoint.usage import Price, read_price
+from torchlake.scoring.options.settings import kept_columns, named_columns
 from torchlake.tasks._prompts import OF_CHATS, with_prompts
 
 BATCH_SHARE = 0.5
@@ -65,7 +66,7 @@ def endpoint_job(
         spec=spec,
         generation=generation,
         prompts=prompts,
-        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        keep=kept_columns(key, columns),
         key=key,
         prefix=given.get("prefix", ""),
         null=given.get("null", "error"),
@@ -102,7 +103,7 @@ def _endpoint(
         task=WRITES if writes else EMBEDS,
         problem="next_token" if writes else "",
         labels=(),
-        text=_columns(text),
+        text="text" if text is None else named_columns("text", text),
         label=None,
         max_length=0,
         inputs=dict(given.get("inputs") or {}),
@@ -170,9 +171,3 @@ def _fields(sampling: Mapping[str, Any], generation: Any) -> dict[str, Any]:
     given = {name for name in sampling if sampling[name] not in (None, False)}
     own = {one.name for one in fields(generation)} - {"chat"}
     return {name: getattr(generation, name) for name in sorted(own & (given | {"max_new_tokens", "temperature"}))}
-
-
-def _columns(text: str | Sequence[str] | None) -> str | tuple[str, ...]:
-    if text is None or isinstance(text, str):
-        return text or "text"
-    return text[0] if len(text) == 1 else tuple(text)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchlake import plugins
 from torchlake.config.arguments import column_names
+from torchlake.config.messages import expected
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.errors import UsageError
 from torchlake.models import folders
@@ -50,10 +51,7 @@ def scoring_settings(
     output that this job continues: it replaces another default. Raises UsageError for options that the model does not
     support.
     """
-    keep = (*(() if key is None else column_names("key", [key])), *column_names("columns", columns))
-    for name, given in {"text": text, "text_pair": text_pair}.items():
-        if given is not None and not column_names(name, given):
-            raise UsageError(f"{name}: names no column; leave it out, or name one.")
+    keep = kept_columns(key, columns)
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
@@ -99,7 +97,7 @@ def scoring_settings(
         text_pair=spec.text_pair,
         inputs=dict(spec.inputs),
         task_options=dict(spec.options),
-        keep=tuple(dict.fromkeys(keep)),
+        keep=keep,
         key=key,
         batch_tokens=batch_tokens or choice.batch_tokens,
         all_probabilities=all_probabilities,
@@ -168,8 +166,9 @@ def with_columns(
     if unknown:
         has = f"its other inputs are {', '.join(spec.inputs)}" if spec.inputs else "it has no other inputs"
         raise UsageError(f"inputs: {spec.task} has no input {unknown[0]!r}; {has}.")
-    named = {name: _named(columns) for name, columns in (inputs or {}).items()}
-    joined = as_columns(spec.text) if text is None else as_columns(_named(text))
+    texts = spec.text if text is None else named_columns("text", text)
+    named = {name: named_columns(f"inputs: {name}", columns) for name, columns in (inputs or {}).items()}
+    joined = as_columns(texts)
     if spec.template is not None and len(joined) > 1 and set(joined) != set(as_columns(spec.text)):
         raise UsageError(
             f"text: the model's texts are made by the template {spec.template!r}. Use a table with these columns, or "
@@ -177,15 +176,24 @@ def with_columns(
         )
     return replace(
         spec,
-        text=spec.text if text is None else _named(text),
-        text_pair=spec.text_pair if text_pair is None else _named(text_pair),
+        text=texts,
+        text_pair=spec.text_pair if text_pair is None else named_columns("text_pair", text_pair),
         inputs={**spec.inputs, **named},
     )
 
 
-def _named(columns: str | Sequence[str]) -> Columns:
-    names = (columns,) if isinstance(columns, str) else tuple(columns)
+def named_columns(option: str, columns: str | Sequence[str]) -> Columns:
+    names = column_names(option, columns)
+    if not names:
+        raise UsageError(f"{option}: names no column; leave it out, or name one.")
     return names[0] if len(names) == 1 else names
+
+
+def kept_columns(key: str | None, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of the table that an output keeps. Raises UsageError for what is not a name."""
+    if key is not None and not (isinstance(key, str) and key):
+        raise UsageError(f"key: {expected('the name of a column', key)}")
+    return tuple(dict.fromkeys([*(() if key is None else (key,)), *column_names("columns", columns)]))
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:

@@ -135,8 +135,6 @@ def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str],
     """Return the folder that names are relative to, the files, and whether they were listed, not named directly."""
     if is_url(source):
         return _expand_url(source, wanted)
-    if not source:
-        raise TableError("the name of an input is empty. Give a path, or '.' for the current folder.")
     path = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(path):
         return path, _table_files(path, _walk(path), wanted, source), True
