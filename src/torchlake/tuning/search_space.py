@@ -24,13 +24,17 @@ from torchlake.errors import ConfigError
 
 # Trials with other values of these could not be compared, or would not differ.
 FIXED = (
-    *("data.validation", "data.label", "data.learn", "data.problem", "data.where"),
-    *("model.task", "train.metric", "engine", "track"),
+    *("data.validation", "data.label", "data.learn", "data.problem", "data.where", "data.too_long"),
+    *("model.task", "train.metric", "train.validate_writing", "engine", "track"),
 )
-SPLIT = ("data.deduplicate", "data.limit", "data.sample", "train.seed")
+SPLIT = ("data.train", "data.deduplicate", "data.limit", "data.sample", "train.seed")
 "Settings that choose the validation rows, too, if these are a part of the training table."
 OF_METRIC: Mapping[str, tuple[str, ...]] = {
-    "loss": ("train.class_weights", "train.focal_gamma", "train.label_smoothing", "train.preference"),
+    "loss": (
+        *("train.class_weights", "train.focal_gamma", "train.label_smoothing", "train.preference"),
+        "model.task_options.max_target_tokens",
+    ),
+    "perplexity": ("model.task_options.max_target_tokens",),
     "reward_margin": ("train.preference",),
 }
 "Settings that a metric is computed with."
@@ -115,16 +119,11 @@ def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
     return found
 
 
-def refuse_of_metric(space: Space, job: Job) -> None:
-    """Raise ConfigError for a setting that the metric is computed with: trials with other values could not be
-    compared."""
+def _metric_with(job: Job, key: str) -> str | None:
+    """Return the metric by which trials are compared, if it is computed with a setting."""
     defaults = [*plugins.load("tasks", job.task).default_metric.values()] or ["loss"]
-    for metric in [job.train.metric] if job.train.metric else defaults:
-        if name := next((name for name in space if name.startswith(OF_METRIC.get(metric, ()))), None):
-            raise ConfigError(
-                f"{name}: cannot be searched by the metric {metric}, which is computed with it: trials could not be "
-                "compared. Name another one (train.metric)"
-            )
+    metrics = [job.train.metric] if job.train.metric else defaults
+    return next((metric for metric in metrics if key.startswith(OF_METRIC.get(metric, ()))), None)
 
 
 def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name: str) -> Range | tuple[Any, ...]:
@@ -135,6 +134,11 @@ def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name
         raise ConfigError(
             f"{where}: {key}: cannot be searched: it chooses the validation rows, too, and trials on other rows could "
             "not be compared. Name a table of these rows (data.validation)"
+        )
+    if metric := _metric_with(job, key):
+        raise ConfigError(
+            f"{where}: {key}: cannot be searched by the metric {metric}, which is computed with it: trials could not "
+            "be compared. Name another one (train.metric)"
         )
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: {key}: expected {EXAMPLE}, got {quote(entry)}")

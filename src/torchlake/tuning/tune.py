@@ -40,7 +40,7 @@ from torchlake.tables.record import local_output
 from torchlake.tables.table import Table, open_table
 from torchlake.training.run import job_engine, named_engine
 from torchlake.training.train import train
-from torchlake.tuning.search_space import Range, Space, read_space, refuse_of_metric
+from torchlake.tuning.search_space import Range, Space, read_space
 from torchlake.tuning.study import (
     WHY,
     Trial,
@@ -121,7 +121,6 @@ def tune(
         )
     check_metric(wanted)
     searched = read_space(space, wanted)
-    refuse_of_metric(searched, wanted)
     default = find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     spread = job_engine(wanted, engine).spread
