@@ -195,6 +195,26 @@ def test_types_that_statistics_do_not_have_are_compared_too() -> None:
     assert selected("second = '01:00:00'", table) == [True, None]
 
 
+def test_times_that_the_column_cannot_have_are_compared_exactly() -> None:
+    latest = 2**63 - 1
+    table = pa.table(
+        {
+            "fine": pa.array([-latest, None, latest], pa.timestamp("ns", "UTC")),
+            "coarse": pa.array([0, None, 1], pa.timestamp("s")),
+            "clock": pa.array([3600, None, 3601], pa.time32("s")),
+        }
+    )
+    for column, below, above in (
+        ("fine", "0001-01-01", "9999-12-31"), ("coarse", "1969-12-31 23:59:59.5", "1970-01-01 00:00:01.000000001"),
+    ):  # fmt: skip
+        assert selected(f"{column} between '{below}' and '{above}'", table) == [True, None, True]
+        assert selected(f"{column} < '{below}' or {column} > '{above}'", table) == [False, None, False]
+        assert selected(f"{column} in ('{above}')", table) == selected(f"{column} = '{above}'", table)
+        assert selected(f"{column} != '{above}'", table) == [True, None, True]
+    assert selected("coarse >= '1970-01-01 00:00:00.5'", table) == [False, None, True]
+    assert selected("clock <= '01:00:00.5'", table) == [True, None, False]
+
+
 @pytest.mark.parametrize(
     ("text", "message", "mark"),
     [
@@ -232,7 +252,8 @@ def test_a_mistake_is_shown_in_the_text(text: str, message: str, mark: int) -> N
         ("lang = 3", "3 cannot be compared with the string column 'lang'. Write it in single quotes, '3'"),
         ("day > 3", "Write '2024-01-31'"),
         ("clock > 3", "Write '12:00:00'"),
-        ("day > 'May'", "'May' cannot be compared with the date32[day] column 'day'"),
+        ("day > 'May'", "'May' cannot be compared with the date32[day] column 'day'. Write '2024-01-31'"),
+        ("made > '2024-01-31 12:00:00Z'", "Write '2024-01-31' or '2024-01-31 12:00:00', without a time zone"),
         ("lang = true", "true cannot be compared with"),
         ("stars", "true cannot be compared with the int64 column 'stars'"),
         ("tags = 'a'", "Only 'is null' and 'is not null' work with this column"),
@@ -244,7 +265,7 @@ def test_what_does_not_fit_the_table_is_an_error_before_any_row_is_read(
     tmp_path: Path, text: str, message: str
 ) -> None:
     schema = {"stars": pa.int64(), "lang": pa.string(), "day": pa.date32(), "tags": pa.list_(pa.string())}
-    schema["clock"] = pa.time64("us")
+    schema |= {"clock": pa.time64("us"), "made": pa.timestamp("us")}
     pq.write_table(pa.schema(list(schema.items())).empty_table(), tmp_path / "t.parquet")
     with pytest.raises(TableError) as caught:
         open_table(tmp_path / "t.parquet", options=ReadOptions(selection=Selection(where=text)))

@@ -6,6 +6,7 @@ strings: one that is compared with a number is read as numbers.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from difflib import get_close_matches
@@ -24,11 +25,13 @@ from torchlake.tables.selection.conditions import (
     Like,
     Not,
     OneOf,
+    Operator,
 )
 from torchlake.tables.selection.grammar import mistake
 
 INT64 = range(-(2**63), 2**63)
 MAX_DIGITS = 38
+NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
 
 def bind(
@@ -61,8 +64,29 @@ def bind(
     column = replace(column, numeric=untyped and _is_text(kind) and all(map(_is_number, values)))
     scalars = tuple(_scalar(column, one, kind, text) for one in values)
     if isinstance(condition, OneOf):
-        return OneOf(column=column, values=scalars)
-    return Compares(column=column, operator=condition.operator, value=scalars[0])
+        return OneOf(column=column, values=tuple(one for one in scalars if _is_exact(one, kind)))
+    if _is_exact(scalars[0], kind):
+        return Compares(column=column, operator=condition.operator, value=scalars[0])
+    return _between(column, condition.operator, scalars[0], kind)
+
+
+def _is_exact(value: pa.Scalar, kind: pa.DataType) -> bool:
+    """Return whether a time has the unit of its column; others are finer or out of its range."""
+    return not _is_time(kind) or getattr(value.type, "unit", None) == getattr(kind, "unit", None)
+
+
+def _between(column: Column, operator: Operator, value: pa.Scalar, kind: pa.DataType) -> Condition:
+    """Return a comparison with a time that no value of the column equals, as one with the next value above it."""
+    if operator in ("=", "!="):
+        never = OneOf(column=column, values=())
+        return never if operator == "=" else Not(part=never)
+    above = value.value * NANOSECONDS[value.type.unit] // NANOSECONDS[kind.unit] + 1
+    below = operator in ("<", "<=")
+    if above in INT64:
+        return Compares(column=column, operator="<" if below else ">=", value=pa.scalar(above, kind))
+    if above > 0:
+        return Compares(column=column, operator="<=" if below else ">", value=pa.scalar(INT64[-1], kind))
+    return Compares(column=column, operator="<" if below else ">=", value=pa.scalar(INT64[0], kind))
 
 
 def _missing(name: str, names: Sequence[str]) -> str:
@@ -82,8 +106,8 @@ def _scalar(column: Column, value: Any, kind: pa.DataType, text: str) -> pa.Scal
             return _number(value, kind)
         if isinstance(value, str) and _is_text(kind):
             return pa.scalar(value, kind)
-        if isinstance(value, str) and _is_time(kind):
-            return _time(value, kind)
+        if isinstance(value, str) and _is_time(kind) and (time := _time(value, kind)) is not None:
+            return time
     except (pa.ArrowException, OverflowError) as error:
         raise TableError(mistake(text, column.at, f"{_incomparable(column, value, kind)}: {error}.")) from error
     raise TableError(mistake(text, column.at, f"{_incomparable(column, value, kind)}.{_advice(value, kind)}"))
@@ -97,8 +121,10 @@ def _advice(value: Any, kind: pa.DataType) -> str:
     shown = _shown(value)
     if _is_text(kind):
         return f" Write it in single quotes, '{shown}'."
+    if pa.types.is_timestamp(kind):
+        return f" Write '2024-01-31' or '2024-01-31 12:00:00'{'' if kind.tz else ', without a time zone'}."
     if _is_time(kind):
-        return " Write '12:00:00'." if pa.types.is_time(kind) else " Write '2024-01-31' or '2024-01-31 12:00:00'."
+        return " Write '12:00:00'." if pa.types.is_time(kind) else " Write '2024-01-31'."
     if pa.types.is_boolean(kind) or _is_numeric(kind):
         return ""
     return " Only 'is null' and 'is not null' work with this column."
@@ -122,15 +148,20 @@ def _number(value: int | Decimal, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(Decimal(f"{decimal:f}"))
 
 
-def _time(value: str, kind: pa.DataType) -> pa.Scalar:
+def _time(value: str, kind: pa.DataType) -> pa.Scalar | None:
+    """Return a date or time, in the unit of the column if it can be; None if the string is neither."""
+    unit, zone = getattr(kind, "unit", None), getattr(kind, "tz", None)
     if pa.types.is_time(kind):  # Arrow reads no string as one
-        return pa.scalar(f"1970-01-01 {value}").cast(pa.timestamp("ns")).cast(pa.time64("ns")).cast(kind)
-    if pa.types.is_timestamp(kind) and kind.tz is not None:
-        try:
-            return pa.scalar(value).cast(kind)
-        except pa.ArrowInvalid:
-            return pa.scalar(value).cast(pa.timestamp(kind.unit)).cast(kind)
-    return pa.scalar(value).cast(kind)
+        found = _time(f"1970-01-01 {value}", pa.timestamp("ns"))
+        time = None if found is None else found.cast(pa.time64("ns"))
+        return time if time is None or time.value % NANOSECONDS[unit] else time.cast(kind)
+    kinds = [kind, *(pa.timestamp(other, zone) for other in NANOSECONDS if unit not in (None, other))]
+    # A string without a zone is in UTC if the column has one.
+    for one in [*kinds, *(pa.timestamp(other.unit) for other in kinds if zone)]:
+        with suppress(pa.ArrowInvalid):
+            found = pa.scalar(value).cast(one)
+            return found.cast(pa.timestamp(one.unit, zone)) if zone else found
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -80,7 +80,7 @@ def _of_values(condition: Compares | OneOf | Like, bounds: Bounds, count: int) -
             return _compared(condition.operator, condition.value, bounds)
         if isinstance(condition, Like):
             return Outcomes(_prefixed(condition.pattern, bounds), every, none)
-        return reduce(_either, (_compared("=", value, bounds) for value in condition.values))
+        return reduce(_either, (_compared("=", one, bounds) for one in condition.values), Outcomes(none, every, none))
     except pa.ArrowException:  # types that cannot be compared
         return Outcomes(every, every, none)
 
