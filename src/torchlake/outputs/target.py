@@ -23,6 +23,8 @@ from torchlake.errors import OutputError, UsageError
 from torchlake.outputs.parts import Part, PartFolder
 from torchlake.outputs.rewrite import LiveFile
 from torchlake.storage.errors import library_errors
+from torchlake.storage.objects import ObjectFolder
+from torchlake.storage.urls import is_url
 
 Mode = Literal["create", "append", "overwrite", "replace-where"]
 STATE = "_torchlake"
@@ -234,6 +236,12 @@ def check_existing(
         )
     if options.partition_by and [*options.partition_by] != [*partitions]:
         raise UsageError(f"{shown}: is partitioned by {[*partitions] or 'nothing'}; leave partition_by out.")
+
+
+def refuse_object(root: str) -> None:
+    """Raise OutputError if a bucket has an object of the output's own name, which readers would read instead."""
+    if is_url(root) and ObjectFolder(root).is_object():
+        raise OutputError(f"{root}: is an object; an output is a folder. Give another output.")
 
 
 def as_table(target: Target) -> TableTarget | None:

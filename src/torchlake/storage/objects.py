@@ -137,6 +137,14 @@ class ObjectFolder:
             return None
         return Found(content, _version(got.meta), got.meta["last_modified"])
 
+    def is_object(self) -> bool:
+        """Return whether the store has an object of the folder's own name, other than an empty marker."""
+        path = _path(self.location)
+        try:
+            return bool(path) and not is_marker(path, int(self._call("head", "")["size"]))
+        except FileNotFoundError:
+            return False
+
     def content(self, name: str) -> bytes | None:
         """Return an object's bytes, or None if there is none."""
         found = self.read(name)
@@ -179,7 +187,7 @@ class ObjectFolder:
         store = _store(self.location)  # before obstore is imported, because this names the missing extra
         from obstore import exceptions
 
-        path = f"{_path(self.location)}/{name}".lstrip("/")
+        path = f"{_path(self.location)}/{name}".strip("/")
         try:
             return getattr(store, method)(path, *arguments, **options)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:

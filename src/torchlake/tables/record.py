@@ -87,8 +87,7 @@ def output_parts(place: str) -> list[tuple[str, str]] | None:
 def _stored_parts(url: str) -> list[tuple[str, str]] | None:
     """Return `output_parts` in an object store. Cost: one request."""
     root = url.rstrip("/")
-    is_public_file = check_url(url) in READ_ONLY and os.path.splitext(root)[1]
-    if "*" in url or "?" in url or is_public_file:
+    if check_url(url) in READ_ONLY and ("*" in url or "?" in url or os.path.splitext(root)[1]):
         return None
     try:
         with open_binary(f"{root}/{COMMIT}") as source:

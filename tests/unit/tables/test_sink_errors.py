@@ -21,6 +21,7 @@ from s3_server import BUCKET, S3Server
 from sweeps import sweep
 from torchlake.errors import AccessError, FingerprintError, MissingExtra, OutputError, TorchlakeError, UsageError
 from torchlake.storage import objects
+from torchlake.tables.sources import delta
 
 
 class Untouched(tiny.Here):
@@ -205,10 +206,11 @@ def test_a_store_that_refuses_access(
 
 
 def test_signs_of_a_url_in_the_name_of_a_table(source: Path, tiny_model: Path, cloud: None, s3: S3Server) -> None:
-    url = f"s3://{BUCKET}/signs/a#b"
+    url = f"s3://{BUCKET}/signs/a#b?*.v2"
     scored = tl.predict(tiny_model, source, url, key="id", format="delta", engine=tiny.Here())
     assert tl.open(url).count_rows() == scored.rows_out > 0
-    assert {name.partition("/")[0] for name in s3.keys("signs")} == {"a#b"}
+    assert {name.partition("/")[0] for name in s3.keys("signs")} == {"a#b?*.v2"}
+    assert delta.recognizes(url)
     for root in (f"s3://{BUCKET}/signs/a%20b", f"{source.parent}/a%20b", f"{source.parent}/a\\b"):
         refused(tiny_model, source, root, UsageError, "cannot have % or a backslash in its path", format="delta")
 
@@ -219,6 +221,9 @@ def test_other_objects_at_the_url(source: Path, tiny_model: Path, cloud: None, s
         tiny_model, source, f"s3://{BUCKET}/{tmp_path.name}", OutputError,
         "holds objects that torchlake did not write, such as notes.txt",
     )  # fmt: skip
+    for kind in ("parquet", "delta"):
+        url = f"s3://{BUCKET}/{tmp_path.name}/notes.txt"
+        refused(tiny_model, source, url, OutputError, "is an object; an output is a folder", format=kind)
     assert s3.keys(tmp_path.name) == ["notes.txt"]
 
 

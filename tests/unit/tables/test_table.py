@@ -78,6 +78,8 @@ def test_nothing_found_says_what_was_looked_for(tmp_path: Path) -> None:
     parquet(tmp_path / "reviews.parquet", a=[1])
     with pytest.raises(TableError, match=r"no such file or folder. Did you mean 'reviews.parquet'"):
         open_table(tmp_path / "review.parquet")
+    with pytest.raises(TableError, match="name of an input is empty"):
+        open_table("")
     with pytest.raises(TableError, match="list of inputs is empty"):
         open_table([])
 
@@ -236,7 +238,12 @@ def test_an_unknown_format_is_refused_and_a_known_one_recognized(tmp_path: Path)
 
 def test_urls_are_read_and_renamed_files_are_seen() -> None:
     memory = fsspec.filesystem("memory")
-    for name, numbers in (("renamed/a.parquet", [1, 2]), ("renamed/sub/b.parquet", [3]), ("renamed/_x/c.parquet", [9])):
+    for name, numbers in (
+        ("renamed/a.parquet", [1, 2]),
+        ("renamed/sub/b.parquet", [3]),
+        ("renamed/_x/c.parquet", [9]),
+        ("r[1]*/d.parquet", [5]),
+    ):
         sink = io.BytesIO()
         pq.write_table(pa.table({"n": numbers}), sink)
         memory.pipe(f"/{name}", sink.getvalue())
@@ -247,6 +254,7 @@ def test_urls_are_read_and_renamed_files_are_seen() -> None:
     reader = ChunkReader(["n"])
     assert [reader.read(chunk)[0]["n"].to_pylist() for chunk in plan.chunks] == [[1, 2], [3]]
     assert open_table("memory://renamed/*.parquet").names == ("a.parquet",)
+    assert open_table("memory://r[1]*").names == ("d.parquet",)
     plan = plan_chunks(open_table("memory://csv/t.csv"), columns=["n"])
     assert ChunkReader(["n"]).read(plan.chunks[0])[0]["n"].to_pylist() == ["1", "2"]
     memory.pipe("/csv/t.csv", b"n\n1\n3\n")

@@ -31,6 +31,7 @@ from torchlake.outputs.target import (
     check_partitions,
     files_of,
     reads_log,
+    refuse_object,
 )
 from torchlake.outputs.targets._delta_history import is_lost
 from torchlake.outputs.targets._delta_rules import check_rules, commit_error
@@ -103,6 +104,7 @@ class DeltaTarget:
         )
         table = snapshot.table
         if table is None:
+            refuse_object(self.root)
             return
         check_rules(self.shown, table, self.options.mode)
         check_existing(self.shown, table.metadata().partition_columns, options=self.options, has_rows=table.file_uris)

@@ -22,7 +22,15 @@ import pyarrow as pa
 from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.outputs.parts import PartFolder
-from torchlake.outputs.target import FOLDER_HINT, STATE, Change, Conflict, TargetOptions, refuse_table_options
+from torchlake.outputs.target import (
+    FOLDER_HINT,
+    STATE,
+    Change,
+    Conflict,
+    TargetOptions,
+    refuse_object,
+    refuse_table_options,
+)
 from torchlake.redaction import redacted
 from torchlake.storage.folders import folder_at
 from torchlake.storage.objects import Found, ObjectFolder
@@ -74,7 +82,9 @@ class FolderTarget:
         return PartFolder(location=f"{self.root}/{PARTS}", below=f"{commit[:16]}/")
 
     def check(self, snapshot: FolderSnapshot, schema: pa.Schema, key: str | None) -> None:
-        """Raise OutputError for a folder with other objects."""
+        """Raise OutputError for an object, and for a folder with other objects."""
+        if snapshot.found is None:
+            refuse_object(self.root)
         if snapshot.found is None and (others := self._others()):
             raise OutputError(
                 f"{self.shown}: holds objects that torchlake did not write, such as {others[0]}. Give another output."

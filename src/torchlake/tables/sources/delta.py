@@ -22,7 +22,8 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError, Unavailable, need_library
 from torchlake.storage.errors import first_line, library_errors, storage_errors
-from torchlake.storage.urls import filesystem_of, is_url, object_store_options, quoted
+from torchlake.storage.urls import READ_ONLY, filesystem_of, is_url, object_store_options, quoted
+from torchlake.tables.formats.layout import is_table_file
 from torchlake.tables.formats.types import same_name
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows, commit_id
@@ -206,7 +207,9 @@ def _has_log(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(os.path.join(os.path.expanduser(path), LOG))
     last = path.rstrip("/").rpartition("/")[2]
-    if "*" in path or "?" in path or os.path.splitext(last)[1] or "::" in path:  # a glob or a file: no request
+    extension = os.path.splitext(last)[1]
+    public = path.partition("://")[0] in READ_ONLY and ("*" in path or "?" in path or extension)
+    if "::" in path or public or (extension and is_table_file(last)):  # a file, or a public glob: no request
         return False
     try:
         with storage_errors(path):

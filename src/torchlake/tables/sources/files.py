@@ -123,7 +123,14 @@ def describe(source: StoredTable) -> str:
 
 
 def local_path(source: str, *, literal: bool = False) -> str:
-    """Return the path in a `file:` URL; anything else unchanged. `literal`: a percent sign stays, as Iceberg has it."""
+    """Return the path in a `file:` URL; anything else unchanged. `literal`: a percent sign stays, as Iceberg has it.
+
+    Raises TableError for a URL with a host.
+    """
+    if host := re.match(r"file://(?!localhost/)([^/]+)", source):
+        raise TableError(
+            f"{source}: names the host {host[1]!r}. The URL of a local path has three slashes: file:///path."
+        )
     match = re.match(r"file:(?://(?:localhost)?)?(?=/)", source)
     if match is None:
         return source
@@ -167,12 +174,12 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
         filesystem.invalidate_cache()  # fsspec caches listings for the life of the process
         if filesystem.isfile(path) and not _is_also_folder(filesystem, path, url):
             return url.rpartition("/")[0], [url], False
-        if WILDCARDS & set(path):
-            found = filesystem.glob(path, detail=True)
-            base = _before_wildcard(path)
+        if filesystem.isdir(path):
+            found, base = filesystem.find(path, detail=True), path
+        elif WILDCARDS & set(path):
+            found, base = filesystem.glob(path, detail=True), _before_wildcard(path)
         else:
-            found = filesystem.find(path, detail=True) if filesystem.isdir(path) else {}
-            base = path
+            found, base = {}, path
         if not found:
             _check_bucket(filesystem, path, url)
         root = filesystem.unstrip_protocol(base)
