@@ -55,7 +55,10 @@ def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
     weights = train.class_weights
     for name, given in (("focal_gamma", train.focal_gamma), ("class_weights", weights is not None)):
         if given and spec.problem not in ("single_label", "multi_label"):
-            raise ConfigError(f"train.{name}: the problem is {spec.problem}, which has no classes. Leave it out.")
+            raise ConfigError(
+                f"train.{name}: the problem is {spec.problem}; only classes of whole rows (single_label, multi_label) "
+                "have this setting. Leave it out."
+            )
     if train.label_smoothing and spec.problem != "single_label":
         raise ConfigError(
             f"train.label_smoothing: the problem is {spec.problem}; only one label per row (single_label) can be "

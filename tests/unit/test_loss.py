@@ -107,9 +107,9 @@ def test_a_certain_focal_target_has_a_finite_gradient() -> None:
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("problem", ["regression", "next_token"])
+@pytest.mark.parametrize("problem", ["regression", "next_token", "spans"])
 def test_a_focal_loss_needs_classes(problem: str) -> None:
-    with pytest.raises(ConfigError, match=rf"train.focal_gamma: the problem is {problem}, which has no classes"):
+    with pytest.raises(ConfigError, match=rf"train.focal_gamma: the problem is {problem}; only classes of whole rows"):
         check_objective(TrainConfig(focal_gamma=2.0), tiny.spec_for(problem, ()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="label_smoothing is set too"):
         TrainConfig(focal_gamma=2.0, label_smoothing=0.1)

@@ -224,7 +224,7 @@ def test_weighted_losses_are_the_same_on_any_number_of_ranks(
     ("labels", "override", "message"),
     [
         (["good", "bad"], "train.class_weights={best: 2}", "there is no class 'best'; the classes are bad, good"),
-        ([0.5, 1.25], "train.class_weights=balanced", "the problem is regression, which has no classes"),
+        ([0.5, 1.25], "train.class_weights=balanced", "the problem is regression; only classes of whole rows"),
         ([0.5, 1.25], "train.label_smoothing=0.1", "the problem is regression"),
         ([["x"], []], "train.label_smoothing=0.1", "the problem is multi_label"),
         (["good", "bad"], "train.label_smoothing=1", "must be less than 1"),
