@@ -11,11 +11,8 @@ decay; Hu et al. 2024) stays at the peak and falls over the last `train.cooldown
 
 import math
 
-from torchlake.config.sections.train import TrainConfig
+from torchlake.config.sections.train import COOLDOWN, TrainConfig
 from torchlake.errors import ConfigError
-
-COOLDOWN = 0.1
-"The share of the steps over which wsd falls, unless train.cooldown is set."
 
 
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:

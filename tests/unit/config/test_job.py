@@ -128,6 +128,7 @@ def test_wrong_values_are_refused_in_plain_words(tmp_path: Path, setting: str, w
         ("{optimizer: sgd, betas: [0.9, 0.99]}", "betas", "optimizer sgd has no betas"),
         ("{schedule: constant, min_learning_rate: 1e-6}", "min_learning_rate", "constant stays at learning_rate"),
         ("{schedule: wsd, warmup: 0.5, cooldown: 0.6}", "cooldown", "more than all steps"),
+        ("{schedule: wsd, warmup: 0.95}", "cooldown", "warmup (0.95) and cooldown (0.1) are more than all steps"),
     ],
 )
 def test_settings_that_exclude_one_another_are_named_with_key_and_line(

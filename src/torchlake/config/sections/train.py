@@ -20,6 +20,9 @@ from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, F
 from torchlake.config.task_spec import label_name
 from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName
 
+COOLDOWN = 0.1
+"The share of the steps over which wsd falls, unless train.cooldown is set."
+
 
 def _weights_kind(value: Any) -> str:
     return "<weights>" if isinstance(value, Mapping) else "<word>"
@@ -98,7 +101,7 @@ class TrainConfig(BaseModel):
     """Share of all steps over which the learning rate rises from 0; null: see warmup_steps."""
     warmup_steps: Int | None = Field(default=None, ge=1, validate_default=True)
     """The same as a number of steps, in place of warmup."""
-    cooldown: Float | None = Field(default=None, gt=0, le=1)
+    cooldown: Float | None = Field(default=None, gt=0, le=1, validate_default=True)
     """Share of all steps, the last ones, over which the learning rate of wsd falls; null: 0.1."""
     class_weights: ClassWeights | None = None
     """Weights of classes in the loss: balanced, or {label: weight} with 1 for other classes; null: none."""
@@ -217,11 +220,12 @@ class TrainConfig(BaseModel):
     @field_validator("cooldown")
     @classmethod
     def _schedule_has_a_cooldown(cls, cooldown: float | None, given: ValidationInfo) -> float | None:
-        schedule, warmup = given.data.get("schedule", "wsd"), given.data.get("warmup") or 0.0
-        if cooldown is not None and schedule != "wsd":
+        schedule, warmup = given.data.get("schedule"), given.data.get("warmup") or 0.0
+        if cooldown is not None and schedule not in (None, "wsd"):
             raise ValueError(f"is a setting of schedule wsd, but the schedule is {schedule}; leave it out")
-        if cooldown is not None and warmup + cooldown > 1:
-            raise ValueError(f"warmup ({warmup}) and cooldown ({cooldown}) are more than all steps; lower one of them")
+        falling = COOLDOWN if cooldown is None else cooldown
+        if schedule == "wsd" and warmup + falling > 1:
+            raise ValueError(f"warmup ({warmup}) and cooldown ({falling}) are more than all steps; lower one of them")
         return cooldown
 
     @field_validator("validate_every")
