@@ -7,7 +7,8 @@ from pathlib import Path
 from torchlake import plugins
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import ConfigError, TableError, UsageError
+from torchlake.errors import ConfigError, TableError, TaskError, UsageError
+from torchlake.metrics import DIRECTIONS
 from torchlake.preparation.conversations import with_table
 from torchlake.preparation.problem import draft_spec
 from torchlake.runs.tables import read_options_of, stored_tables
@@ -55,7 +56,13 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
     wanted, writing = job.train.metric, job.train.validate_writing
     _check_writing(job, spec)
     if wanted is None:
-        return str(task.default_metric.get(spec.problem, "loss"))
+        default = str(task.default_metric.get(spec.problem, "loss"))
+        if default not in {**DIRECTIONS, **task.directions}:
+            raise TaskError(
+                f"the task {task.name!r}: its directions lack {default!r}, its default_metric for {spec.problem}; say "
+                "there whether higher or lower is better"
+            )
+        return default
     choices = ["loss", *task.metric_names(spec), *([] if writing is None else [writing.metric])]
     if wanted not in choices:
         raise ConfigError(_unknown_metric(wanted, spec.problem, choices))

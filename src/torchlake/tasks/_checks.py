@@ -80,6 +80,18 @@ def checked_loss(
     return loss
 
 
+def checked_metrics(task: Any, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
+    """Return `metrics` as plain floats. Raises TaskError for what is not a dict of numbers."""
+    found = task.metrics(answers, targets, spec)
+    try:
+        return {str(name): float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise TaskError(
+            f"the task {task.name!r}: metrics returned {found!r}; it must return {{name: number}}, one number for "
+            "each metric"
+        ) from None
+
+
 def _is_like(value: Any, default: Any) -> bool:
     """Return whether an option's value is of the type of its default; a whole number is a number, too."""
     if isinstance(default, bool) or isinstance(value, bool):

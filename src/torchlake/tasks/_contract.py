@@ -327,6 +327,7 @@ class BaseTask:
     checked_batch = _checks.checked_batch
     checked_outputs = _checks.checked_outputs
     checked_loss = _checks.checked_loss
+    checked_metrics = _checks.checked_metrics
 
     def _lacks(self, method: str) -> TaskError:
         return TaskError(f"the task {self.name!r} has no method {method}")

@@ -23,7 +23,7 @@ from torchlake.checkpoints import format, location, retention
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.distributed import Group
-from torchlake.errors import LeaseLost, UsageError
+from torchlake.errors import LeaseLost, TaskError, UsageError
 from torchlake.evaluation import held_out
 from torchlake.metrics import lower_is_better
 from torchlake.models.adapters import quantized
@@ -77,6 +77,11 @@ def save_if_best(
     writer: CheckpointWriter,
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
+    if settings.metric not in outcome:
+        raise TaskError(
+            f"the task {state.task.name!r}: a validation has {', '.join(outcome)}, but not {settings.metric!r}, by "
+            "which the best model is chosen. Return it from metrics, or set train.metric"
+        )
     value = outcome[settings.metric]
     sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
     before = progress.best

@@ -61,7 +61,7 @@ def validate(
     answers = task.answers(outputs, state.spec)
     if kept is not None:
         kept.append(answers)
-    found |= task.metrics(answers, state.batches.targets_of(rows, rows.numbers), state.spec)
+    found |= task.checked_metrics(answers, state.batches.targets_of(rows, rows.numbers), state.spec)
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ def test_a_wrong_task_is_refused_by_name_before_the_first_step(
         tl.train(run=tmp_path / "run", engine=runs.Inline(), task=task, **sections)
     written = tmp_path / "run" / "metrics.jsonl"
     assert not written.exists() or not written.read_text()
+
+
+def test_what_a_validation_of_an_own_task_returns(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = CASE.sections(tmp_path, tiny_bert, max_steps=2)
+    for found, message in (
+        ({"f1": 0.5}, "'other_metrics': a validation has loss, f1, but not 'accuracy', by which the best model"),
+        ({"accuracy": "high"}, "'other_metrics': metrics returned {'accuracy': 'high'}; it must return {name: number}"),
+    ):
+        with pytest.raises(TaskError, match=re.escape(message)):
+            tl.train(run=tmp_path / "run", engine=runs.Inline(), task=own_task.OtherMetrics(found), **sections)
+        shutil.rmtree(tmp_path / "run")
+    right = own_task.OtherMetrics({"accuracy": np.float32(0.5)})
+    assert tl.train(run=tmp_path / "run", engine=runs.Inline(), task=right, **sections).metrics["accuracy"] == 0.5
+    right.default_metric = {"single_label": "wins"}
+    with pytest.raises(TaskError, match="'other_metrics': its directions lack 'wins', its default_metric for single_l"):
+        tl.train(run=tmp_path / "other", engine=runs.Inline(), task=right, **sections)
 
 
 def test_a_model_needs_its_task_where_it_is_scored(tmp_path: Path, trained: Path) -> None:
