@@ -13,6 +13,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
+from torchlake.config.job import load_job
 from torchlake.data import batching
 from torchlake.errors import UsageError
 from torchlake.models import load
@@ -20,6 +21,7 @@ from torchlake.models.spec import load_spec
 from torchlake.tasks._pretrained import base_model
 from torchlake.training import state
 from torchlake.training.model import kernels
+from torchlake.training.model.strategy import check_strategy
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -144,6 +146,23 @@ def test_what_cannot_be_shared_out_is_said(tmp_path: Path, tiny_bert: Path) -> N
     refused = runs.attempt(tmp_path / "offloaded", sections, ranks=2)
     assert refused.exit_code == 64
     assert "no GPU here" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("strategy", "unused"),
+    [("auto", ["fsdp", "deepspeed"]), ("ddp", ["fsdp", "deepspeed"]), ("fsdp", ["ddp", "deepspeed"])],
+)
+def test_options_of_other_strategies_are_named(
+    strategy: str, unused: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"ddp": {"bucket_mib": 1}, "fsdp": {"reshard": False}, "deepspeed": {"stage": 3}}
+    job = load_job(None, data={"train": "t"}, model={"base": "b"}, train={"strategy": strategy, **options})
+    check_strategy(job, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"train.{name}.{key} has no effect: it is of train.strategy={name}, not {strategy}"
+        for name in unused
+        for key in options[name]
+    ]
 
 
 @pytest.mark.parametrize(

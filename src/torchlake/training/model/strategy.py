@@ -1,19 +1,27 @@
 """The strategy of a run: chosen by the number of ranks, and refused before the ranks start if it cannot run the job."""
 
+import logging
 from pathlib import Path
 
 from torchlake import plugins
 from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.engines import ProcessRange, process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.load import check_folder
 
+log = logging.getLogger(__name__)
+
 
 def check_strategy(job: Job, processes: ProcessRange) -> None:
-    """Raise UsageError when the strategy cannot run the fewest or the most ranks; this may import torch."""
+    """Raise UsageError when the strategy cannot run the fewest or the most ranks; this may import torch.
+
+    Options that have no effect are logged.
+    """
     for number in process_bounds(processes):
         choose_strategy(job, number)
+    _warn_of_unused(job.train)
 
 
 def choose_strategy(job: Job, processes: int) -> str:
@@ -39,6 +47,18 @@ def choose_strategy(job: Job, processes: int) -> str:
     if job.task in strategy.never:
         raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.task]}.")
     return name
+
+
+def _warn_of_unused(train: TrainConfig) -> None:
+    """Log the options of torchlake's other strategies, which this one does not read."""
+    if train.strategy not in ("auto", "single", "ddp", "fsdp", "deepspeed"):
+        return  # a strategy of the user's, which may read any of them
+    for name, options in {"ddp": train.ddp, "fsdp": train.fsdp, "deepspeed": train.deepspeed}.items():
+        used = train.strategy == name or (name, train.strategy) == ("ddp", "auto")
+        for key in [] if used else options.model_dump(exclude_defaults=True):
+            log.warning(
+                "train.%s.%s has no effect: it is of train.strategy=%s, not %s", name, key, name, train.strategy
+            )
 
 
 def check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange) -> None:
