@@ -125,6 +125,8 @@ def tune(
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     spread = job_engine(wanted, engine).spread
     check_tables(wanted, spread=spread)
+    if not (folder / SETTINGS).exists():
+        _check_choices(searched, wanted, spread)
     with lease.acquire(folder / ".tuning.staging", name=str(folder)) as mine:
         wanted = _claim(folder, wanted, searched, seed, spread)
         base, trained = base_folder(wanted.model.base), is_trained(folder, wanted)
@@ -153,6 +155,16 @@ def tune(
         path = best.path / JOB_FILE
         atomic_io.write_bytes(folder / JOB_FILE, path.read_bytes(), site="tuning.job")
     return Tuning(path=folder, model=best.path / "model", job=load_job(path), metric=metric, best=best, trials=done)
+
+
+def _check_choices(space: Space, job: Job, spread: Spread) -> None:
+    """Raise the errors of `base_folder` and `check_tables` for a choice of a model, a table or a column."""
+    for name, choices in space.items():
+        for choice in () if isinstance(choices, Range) else choices:
+            if name == "model.base":
+                base_folder(choice)
+            elif name.startswith("data."):
+                check_tables(with_values(job, {name: choice}, {name: "space"}), spread=spread)
 
 
 def _claim(folder: Path, job: Job, space: Space, seed: int, spread: Spread) -> Job:

@@ -21,6 +21,7 @@ from pids import wait_for
 from torchlake.config.job import job_to_yaml, load_job
 from torchlake.errors import (
     ConfigError,
+    DataError,
     FingerprintError,
     Locked,
     MissingExtra,
@@ -271,6 +272,13 @@ def test_what_cannot_be_tuned_is_said_at_once(
         tune(tmp_path / "tuning", sections, overrides=("data.validation=null",))
     with pytest.raises(ConfigError, match=r"train\.checkpoint_folder"):
         tune(tmp_path / "tuning", sections, overrides=("train.checkpoint_folder=s3://bucket/all",))
+    for name, choice, said in (
+        ("model.base", str(tmp_path / "gone"), "there is no such model folder"),
+        ("data.train", str(tmp_path / "gone.parquet"), "data.train: .*gone.parquet"),
+        ("data.text", "review", "data.train: .*no column 'review'"),
+    ):
+        with pytest.raises(DataError, match=said):
+            tune(tmp_path / "tuning", sections, space={name: {"choices": [choice]}})
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtra, match=r"pip install 'torchlake\[tune\]'"):
         tune(tmp_path / "tuning", sections)
