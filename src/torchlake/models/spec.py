@@ -78,6 +78,12 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             "predicts one number a row. For classes, set problem_type to single_label_classification or "
             "multi_label_classification."
         )
+    if problem == "single_label" and len(names) == 1:
+        raise DataError(
+            f"{folder / 'config.json'}: problem_type is single_label_classification, and the head has one output, so "
+            "its class would always have the probability 1. Set problem_type to regression for the number itself, or "
+            "to multi_label_classification for its sigmoid."
+        )
     labels: tuple[Label, ...] = OWN_LABELS.get(of_head, ())
     if not labels and problem != "regression":
         labels = class_names(folder, names)

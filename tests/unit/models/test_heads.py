@@ -78,6 +78,11 @@ def test_the_task_of_a_common_type_is_found_without_transformers(tmp_path: Path)
         ({"architectures": None}, None, r"no architectures.*Give the task of the model: text_classification, token_c"),
         ({"architectures": None}, "image_classification", "no model of the type 'bert' for image_classification"),
         ({}, "token_classification", "BertForSequenceClassification is for text_classification, not for token_class"),
+        (
+            {"problem_type": "single_label_classification", "id2label": {"0": "good"}, "label2id": {"good": 0}},
+            None,
+            "the head has one output, so its class would always have the probability 1",
+        ),
         ({"problem_type": "regression"}, None, "regression, and the head has 2 outputs.*one number a row"),
         ({"model_type": "qwen2_audio", "architectures": ["Qwen2AudioForConditionalGeneration"]}, None, "reads sounds"),
     ],
