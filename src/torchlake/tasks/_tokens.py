@@ -15,15 +15,22 @@ Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 "values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens removed from each row."
 
 
-def tokenize(tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: list[np.ndarray] | None = None) -> Tokens:
+def tokenize(
+    tokenizer: Any,
+    texts: Sequence[Any],
+    max_length: int,
+    *,
+    types: list[np.ndarray] | None = None,
+    strategy: str = "longest_first",
+) -> Tokens:
     """Tokenize texts, or pairs of texts, into one flat array, with special tokens.
 
-    Truncate to `max_length` on the tokenizer's side, of a pair the longer text first. Append the tokens' types to
-    `types`, for pairs.
+    Truncate to `max_length` on the tokenizer's side, of a pair by `strategy`. Append the tokens' types to `types`, for
+    pairs.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
-    backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+    backend.enable_truncation(max_length, strategy=strategy, direction=tokenizer.truncation_side)
     pieces: list[np.ndarray] = []
     lengths = np.zeros(len(texts), dtype=np.int64)
     cut = np.zeros(len(texts), dtype=np.int64)
@@ -46,14 +53,16 @@ def tokenize(tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: li
         backend.no_truncation()
         whole = backend.encode_batch_fast([texts[first + row] for row in long.tolist()])
         cut[first + long] = [len(each.ids) for each in whole] - lengths[first + long]
-        backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+        backend.enable_truncation(max_length, strategy=strategy, direction=tokenizer.truncation_side)
     offsets = np.zeros(len(texts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32), offsets, cut
 
 
-def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int) -> tuple[Tokens, np.ndarray]:
+def tokenize_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int, *, strategy: str = "longest_first"
+) -> tuple[Tokens, np.ndarray]:
     """Tokenize pairs of texts like `tokenize`; also return each token's type (T,) uint8: 0 first text, 1 second."""
     types: list[np.ndarray] = []
-    tokens = tokenize(tokenizer, pairs, max_length, types=types)
+    tokens = tokenize(tokenizer, pairs, max_length, types=types, strategy=strategy)
     return tokens, np.concatenate(types) if types else np.zeros(0, dtype=np.uint8)

@@ -5,7 +5,7 @@ sports."), and predicts how far the text entails it. The model is any text class
 entailment. Cost: one forward pass for each class of a row. The scores are those of transformers' pipeline.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import pyarrow as pa
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, offsets_of, pad, ranges
 from torchlake.data.features import INPUT_IDS, Array, Features
-from torchlake.errors import DataError
+from torchlake.errors import DataError, UsageError
 from torchlake.labels import predictions
 from torchlake.models import load
 from torchlake.models.config import class_names, read_head
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 NAME = "zero_shot_classification"
 SIZES = "sizes"
 MODEL = "AutoModelForSequenceClassification"
+UNCUT = 2**31
+"Tokens beyond those of any hypothesis."
 
 
 class ZeroShotClassification(Task):
@@ -68,13 +70,24 @@ class ZeroShotClassification(Task):
         template, labels = spec.options["hypothesis_template"], spec.options["candidate_labels"]
         hypotheses = [template.replace("{}", label) for label in labels]
         pairs = [(text, hypothesis) for text in inputs["text"].to_pylist() for hypothesis in hypotheses]
-        (ids, offsets, cut), types = _tokens.tokenize_pairs(processor, pairs, spec.max_length)
+        self._check_room(processor, hypotheses, spec)
+        (ids, offsets, cut), types = _tokens.tokenize_pairs(processor, pairs, spec.max_length, strategy="only_first")
         sizes = np.diff(offsets).reshape(-1, len(labels))
         lengths = sizes.sum(axis=1)
         rows = offsets_of(lengths)
         arrays: dict[str, Array] = {INPUT_IDS: Ragged(ids, rows), TOKEN_TYPES: Ragged(types, rows)}
         arrays[SIZES] = sizes.astype(np.int32)
         return Features(arrays=arrays, lengths=lengths, cut=cut.reshape(sizes.shape).max(axis=1, initial=0))
+
+    def _check_room(self, processor: Any, hypotheses: Sequence[str], spec: TaskSpec) -> None:
+        """Raise UsageError for a hypothesis that leaves its text no token: only texts are cut."""
+        _, offsets, _ = _tokens.tokenize(processor, [("", hypothesis) for hypothesis in hypotheses], UNCUT)
+        if (longest := int(np.diff(offsets).max())) >= spec.max_length:
+            raise UsageError(
+                f"task_options: a hypothesis of candidate_labels takes {longest} tokens, and the longest input has "
+                f"{spec.max_length}, so none is left for the text. Shorten the labels or hypothesis_template, or raise "
+                "max_length"
+            )
 
     def collate(
         self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None

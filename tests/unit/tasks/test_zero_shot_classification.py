@@ -35,6 +35,36 @@ def test_scores_are_those_of_the_pipeline(model: Path, several: bool) -> None:
             assert (mine["label"], mine["score"]) == (its["labels"][0], pytest.approx(its["scores"][0], abs=1e-5))
 
 
+def test_only_texts_are_cut_as_in_the_pipeline(model: Path) -> None:
+    """The class is the end of its hypothesis: one that was cut had the probability of every other."""
+    text, labels, length = "the film was good " * 20, ["good", "bad"], 16
+    options = {"candidate_labels": labels}
+    ours = tl.predict(
+        model,
+        pa.table({"text": [text]}),
+        task="zero_shot_classification",
+        task_options=options,
+        all_probabilities=True,
+        max_length=length,
+    ).to_pylist()[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, model_max_length=length)
+    theirs = transformers.pipeline("zero-shot-classification", model=str(model), tokenizer=tokenizer)(text, labels)
+    assert ours["truncated"]
+    found = {label: ours[f"prob_{label}"] for label in labels}
+    assert found == pytest.approx(dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=1e-5)
+    options["candidate_labels"] = ["good", "bad " * 20]
+    with pytest.raises(
+        UsageError, match="a hypothesis of candidate_labels takes .* tokens, and the longest input has 16"
+    ):
+        tl.predict(
+            model,
+            pa.table({"text": [text]}),
+            task="zero_shot_classification",
+            task_options=options,
+            max_length=length,
+        )
+
+
 def test_a_loaded_model_has_its_options(model: Path) -> None:
     with tl.load(model, task="zero_shot_classification", task_options={"candidate_labels": LABELS}) as classify:
         assert classify("a good film")["label"] in LABELS
