@@ -1,5 +1,7 @@
 """Standard output, errors, SIGTERM and closed pipes while a command runs.
 
+Python drops an exception that is raised in a finalizer or a callback of a weak reference: then the signal comes again.
+
 Under --json, file descriptor 1 itself points to standard error, so that C libraries and child processes, which do not
 use Python's `sys.stdout`, write there too. A job whose standard error is a pipe stops when the pipe's reader is gone,
 as at SIGTERM: child processes write there, too, and save their work when this process tells them to stop.
@@ -16,11 +18,12 @@ import shlex
 import signal
 import stat
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any, TextIO
 
@@ -55,6 +58,10 @@ NAMED_PATH_REMEDIES = {
     errno.EINVAL: "Name a file or folder.",
 }
 "Remedies by error number; the user's error only at a path that the user named."
+AGAIN_S = 0.05
+"After how long a signal comes again that could not stop the command."
+LOCKING = ("_get_module_lock", "_get_module_lock.<locals>.cb")
+"Functions of importlib that would keep the lock of all imports if they were interrupted."
 SHOWN = 300
 "Characters of a path that a message shows."
 _closed = False
@@ -87,18 +94,27 @@ def interruptible(*, watched: bool) -> Iterator[None]:
     """Raise Terminated on the first SIGTERM in the block, or if `watched` when the reader of standard error is gone."""
     global _closed
     _closed = False
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before, dropped = signal.signal(signal.SIGTERM, _terminated), sys.unraisablehook
+
+    def hook(found: "sys.UnraisableHookArgs") -> None:
+        if isinstance(found.exc_value, KeyboardInterrupt) and current_thread() is main_thread():
+            _later(partial(_raise, found.exc_value))
+        else:
+            dropped(found)
+
+    sys.unraisablehook = hook
     try:
         with _reader_watched() if watched and _is_pipe(2) else nullcontext():
             yield
     finally:
+        sys.unraisablehook = dropped
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def _reader_watched() -> Iterator[None]:
     ours, theirs = os.pipe()
-    watching = threading.Thread(target=_watch_reader, args=(ours,), name="reader", daemon=True)
+    watching = Thread(target=_watch_reader, args=(ours,), name="reader", daemon=True)
     watching.start()
     try:
         yield
@@ -168,10 +184,28 @@ def result_stream(as_json: bool) -> Iterator[TextIO]:
         os.close(kept)
 
 
+def stop_in_parsing() -> KeyboardInterrupt:
+    """Return the signal that typer made an exit status of, because it came while the command line was parsed."""
+    is_terminated = signal.getsignal(signal.SIGTERM) is _already_stopping
+    return Terminated(signum=signal.SIGPIPE if _closed else signal.SIGTERM) if is_terminated else KeyboardInterrupt()
+
+
 def _terminated(signum: int, frame: FrameType | None) -> None:
+    if frame is not None and frame.f_code.co_qualname in LOCKING:
+        _later(_terminated)
+        return
     # A second SIGTERM must not interrupt the saving that the first one started.
     signal.signal(signal.SIGTERM, _already_stopping)
     raise Terminated(signum=signal.SIGPIPE if _closed else signal.SIGTERM)
+
+
+def _raise(stop: BaseException, signum: int, frame: FrameType | None) -> None:
+    raise stop
+
+
+def _later(handle: Callable[[int, FrameType | None], None]) -> None:
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
 
 def _already_stopping(signum: int, frame: FrameType | None) -> None:

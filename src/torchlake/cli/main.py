@@ -8,6 +8,7 @@ fault in torchlake itself exits with 70 and a traceback. `console.py` explains e
 import gc
 import json
 import logging
+import signal
 import sys
 import traceback
 from ast import literal_eval
@@ -24,6 +25,7 @@ from torchlake.cli.console import (
     lost_reader,
     result_stream,
     silence_closed,
+    stop_in_parsing,
     stop_outcome,
 )
 from torchlake.cli.display import Outcome
@@ -70,6 +72,8 @@ def _run(words: list[str]) -> Outcome:
     try:
         # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
         work = program.main(words, prog_name="torchlake", standalone_mode=False)
+        if work == 128 + signal.SIGINT:
+            raise stop_in_parsing()
         return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
     except typer.TyperException as error:
         refused = _wrong_value(error)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -187,6 +188,54 @@ def test_sigterm_interrupts_once_and_exits_143(raising: Any, capfd: pytest.Captu
     said = "Stopped by SIGTERM. To continue, run it again: torchlake verify scored\n"
     assert capfd.readouterr().err == said
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_python_drops_in_a_finalizer_stops_the_command(
+    number: signal.Signals, raising: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Closing:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def work() -> None:
+        Closing()
+        time.sleep(10)
+        raise AssertionError("the signal was lost")
+
+    raising(work)
+    assert main(["verify", "scored"]) == 128 + number
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_sigterm_does_not_break_the_lock_of_all_imports(raising: Any) -> None:
+    released = []
+
+    def work() -> None:
+        def callback() -> None:
+            signal.raise_signal(signal.SIGTERM)  # as if it came when importlib has taken its lock
+            released.append(True)
+
+        callback.__code__ = callback.__code__.replace(co_qualname="_get_module_lock.<locals>.cb")
+        callback()
+        time.sleep(10)
+        raise AssertionError("the signal was lost")
+
+    raising(work)
+    assert main(["verify", "scored"]) == 143
+    assert released == [True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_parsing_has_its_exit_status_and_its_error(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def parse(*args: Any, **options: Any) -> None:
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(type(cli.program), "make_context", parse)
+    assert main(["doctor", "--json"]) == 128 + number
+    assert json.loads(capfd.readouterr().out)["error"]["exit_code"] == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
