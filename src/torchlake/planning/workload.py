@@ -156,9 +156,10 @@ def _batches(case: Workload) -> list[np.ndarray]:
 
 
 def _shares(case: Workload, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:
+    """Return the micro-batches of the ranks; of more ranks than rows, those of the ranks that have a row."""
     return batching.micro_batches(
         lengths,
-        world_size=ranks,
+        world_size=min(ranks, len(lengths)),
         micro_batch_tokens=case.micro_batch_tokens,
         save_padding=not case.by_length and not case.setting.gpu,
     )

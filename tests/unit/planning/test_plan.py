@@ -384,6 +384,15 @@ def test_sorting_more_rows_than_the_sample_has(sections: dict[str, Any]) -> None
     assert workload.padding(planned, lengths, ranks=1, max_length=128).sorted < 0.05
 
 
+def test_more_ranks_than_rows_of_a_batch_cost_no_time(sections: dict[str, Any]) -> None:
+    lengths = np.random.default_rng(0).integers(5, 100, 500)
+    planned = case(lengths, sections, batch_size=32)
+    many, as_many = workload.work(planned, 10**12), workload.work(planned, 32)
+    assert many == as_many
+    padded = [workload.padding(planned, lengths, ranks=ranks, max_length=128) for ranks in (10**12, 33, 32)]
+    assert padded[0] == padded[1] == padded[2]
+
+
 def test_every_strategy_has_a_place(sections: dict[str, Any]) -> None:
     from torchlake import plugins
 
