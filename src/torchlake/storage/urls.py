@@ -34,8 +34,10 @@ def is_url(path: str) -> bool:
 
 def check_url(url: str, *, to_write: bool = False) -> str:
     """Return the protocol of a URL. Raises TableError listing the allowed protocols for others."""
-    protocol = url.partition("://")[0]
+    protocol, _, place = url.partition("://")
     shown, allowed = redacted(url), STORES if to_write else STORES + READ_ONLY
+    if protocol in EXTRAS and not place.strip("/"):
+        raise TableError(f"{shown}: names no bucket or container. Write {protocol}://BUCKET/PATH.")
     if "::" in url:
         raise TableError(
             f"{shown}: a URL inside another one ('::') is refused, because it would be unpacked, copied or redirected. "

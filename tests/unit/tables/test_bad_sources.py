@@ -30,6 +30,7 @@ from torchlake.tables.sources._find import pinned
         ("", 64, "INPUT: is empty. Give one"),
         ("file://data/rows.parquet", 65, "names the host 'data'"),
         ("{}/words", 65, "there is no column 'text'"),
+        ("s3://", 65, "s3://: names no bucket or container. Write s3://BUCKET/PATH."),
         ("ftp://host/rows.parquet", 65, "the protocol 'ftp' is refused"),
     ],
 )
