@@ -3,7 +3,7 @@
 import json
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,6 +18,7 @@ WORDS: dict[type, tuple[str, type]] = {
     int: ("a whole number", numbers.Integral),
     float: ("a number", numbers.Real),
     str: (TEXT, str),
+    Path: ("a path", os.PathLike),
 }
 "What an argument of a type is called, and what it has to be an instance of: numpy's numbers are numbers, too."
 
@@ -99,10 +100,23 @@ def _problem(value: Any, annotation: Any) -> str | None:
         return None if value in choices else one_of(choices, value)
     if all(get_origin(kind) is Mapping for kind in wanted):
         return None if isinstance(value, Mapping | None) else expected("a mapping", value)
+    listed = [get_args(kind)[0] for kind in wanted if get_origin(kind) is Sequence]
+    if listed and all(kind in listed or get_origin(kind) is Sequence for kind in wanted):
+        return _problem_of_several(value, listed[0])
     if not all(kind in WORDS for kind in wanted):
         return None
     found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)
     return None if found else expected(" or ".join(WORDS[kind][0] for kind in wanted), value)
+
+
+def _problem_of_several(value: Any, kind: Any) -> str | None:
+    """Return what is wrong with one or several values of a kind; of iterators, which are read once, nothing is."""
+    words, wanted = WORDS[kind]
+    several = value if isinstance(value, list | tuple) else [value]
+    if not isinstance(value, list | tuple | str | bytes | Mapping) and isinstance(value, Iterable):
+        return None
+    found = all(isinstance(one, wanted) and not isinstance(one, bool) for one in several)
+    return None if found else expected(f"{words}, or several", value)
 
 
 def _out_of_range(value: Any, annotation: Any) -> str | None:

@@ -88,7 +88,7 @@ def evaluate(
     if unmeasured := sorted(options.keys() & AnswerArguments.__annotations__.keys()):
         raise UsageError(f"{', '.join(unmeasured)}: evaluate measures one answer of each row; leave it out.")
     refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
-    check_arguments({"label": label}, evaluate.__annotations__)
+    check_arguments({"label": label, "inputs": inputs, "reference": reference}, evaluate.__annotations__)
     columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}
     asked = {"model": model, "table": table, **columns, "label": label, "task": task, "engine": engine}
     asked |= {"runtime": runtime, "reference": reference, **options}

@@ -274,7 +274,8 @@ def load(
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
     given: dict[str, Any] = {"null": null, "batch_tokens": batch_tokens, "max_length": max_length}
     prompts = {name: generation[name] for name in PROMPTS if name in generation}  # type: ignore[literal-required]
-    check_arguments({**given, "all_probabilities": all_probabilities}, PredictOptions.__annotations__)
+    named = {"all_probabilities": all_probabilities, "task_options": task_options or {}}
+    check_arguments({**given, **named}, PredictOptions.__annotations__)
     settings, _, _ = scoring_settings(
         model,
         runtime,

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from torchlake import atomic_io, plugins
+from torchlake.config.messages import expected
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import folders
 from torchlake.models.generation import GenerationOptions
@@ -68,7 +69,9 @@ def requested(
 
 
 def refuse_unable(runtime: Any, task: str) -> None:
-    """Raise UsageError if the runtime does not support the task."""
+    """Raise UsageError if the runtime does not support the task, or is neither a name nor a function."""
+    if not (runtime is None or isinstance(runtime, str) or callable(runtime)):
+        raise UsageError(f"runtime: {expected('a name or a function', runtime)}")
     reason = _unable(plugins.load("runtimes", runtime), task) if isinstance(runtime, str) else None
     if reason is not None:
         raise UsageError(f"The runtime {runtime!r} cannot run {task}: {reason}.")

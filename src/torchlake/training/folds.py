@@ -73,6 +73,7 @@ def train_folds(
     """Train `job` once per fold in folders below `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
     check_arguments({"folds": folds}, train_folds.__annotations__)
+    folds = int(folds)  # numpy's numbers are not those of JSON
     if folds < 2:
         raise UsageError(f"folds must be 2 or more, not {folds}.")
     if run == run_folder.AUTO:

@@ -110,6 +110,7 @@ def tune(
     """
     load_optuna()
     check_arguments({"trials": trials, "seed": seed, "prune": prune}, tune.__annotations__)
+    trials, seed = int(trials), int(seed)  # numpy's numbers are not those of JSON
     if trials < 1:
         raise UsageError(f"trials must be 1 or more, not {trials}.")
     wanted, seed = load_job(job, overrides, **named_engine(engine)), int(seed)

@@ -201,6 +201,32 @@ def test_numbers_of_numpy_may_be_in_lists_and_mappings() -> None:
     assert json.dumps(found) == '{"stop_token_ids": [5], "request_options": {"a": [0.5, "b"]}}'
 
 
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (tl.predict, {"runtime": ["eager"]}, "runtime: expected a name or a function, got ['eager']"),
+        (tl.predict, {"stop": 5}, "stop: expected a string, or several, got 5"),
+        (tl.predict, {"stop": ["a", 5]}, "stop: expected a string, or several, got ['a', 5]"),
+        (tl.predict, {"choices": 5}, "choices: expected a string, or several, got 5"),
+        (tl.predict, {"grammar": 5}, "grammar: expected a string or a path, got 5"),
+        (tl.predict, {"stop_token_ids": ["a"]}, "stop_token_ids: expected a whole number, or several, got ['a']"),
+        (tl.evaluate, {"runtime": 5}, "runtime: expected a name or a function, got 5"),
+        (tl.evaluate, {"inputs": ["text"]}, "inputs: expected a mapping, got ['text']"),
+        (tl.evaluate, {"text": 5}, "text: expected names of columns, got 5"),
+        (tl.evaluate, {"label": ["a"]}, "label: expected a string, got ['a']"),
+        (tl.evaluate, {"report": True}, "report: expected a string or a path, got true"),
+        (tl.optimize, {"text": 5}, "text: expected names of columns, got 5"),
+        (tl.load, {"task_options": 5}, "task_options: expected a mapping, got 5"),
+    ],
+)
+def test_lists_functions_and_paths_of_another_type_are_named(
+    function: Callable[..., Any], given: dict[str, Any], words: str, tiny_model: Path
+) -> None:
+    table = {tl.predict: ("t.csv", "o"), tl.load: ()}.get(function, ("t.csv",))
+    with pytest.raises(UsageError, match=f"^{re.escape(words)}$"):
+        function(tiny_model, *table, **given)
+
+
 @pytest.mark.parametrize("table", [None, 5, [None], b"t.csv", dataset.dataset(pa.table({"text": ["a"]}))])
 def test_what_is_no_table_is_named(table: Any, tiny_model: Path, tmp_path: Path) -> None:
     kind = type(table[0] if isinstance(table, list) else table).__name__

@@ -1,9 +1,11 @@
 """What written texts have to fit: read from the options, and refused before a model is loaded."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchlake.errors import MissingExtra, UsageError
@@ -42,6 +44,10 @@ def test_a_file_is_the_same_structure_as_its_content(tmp_path: Path) -> None:
         ({"choices": ["a", 3]}, "3 is not a string"),
         ({"choices": "a,b,a"}, "'a' is there twice"),
         ({"json_schema": 3}, "expected one file"),
+        ({"json_schema": {"maximum": float("nan")}}, "json_schema: a value in it is not one of JSON: Out of range"),
+        ({"json_schema": {"const": date(2026, 1, 1)}}, "Object of type date is not JSON"),
+        ({"json_schema": {"maximum": np.int64(3)}}, "Object of type int64 is not JSON"),
+        ({"regex": ""}, "regex: is empty, and so would all texts be"),
         ({"grammar": "missing.lark"}, "missing.lark: cannot be read: No such file"),
     ],
 )

@@ -65,11 +65,16 @@ def read_structure(given: Mapping[str, Any]) -> Structure | None:
         if not isinstance(value, Mapping | bool | str | os.PathLike):
             raise UsageError(f"json_schema: expected one file, or a schema as a mapping, not {value!r}.")
         schema = value if isinstance(value, Mapping | bool) else read_named_json("json_schema", value)
-        text = json.dumps(schema, ensure_ascii=False)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"json_schema: a value in it is not one of JSON: {error}.") from None
     elif kind == "choices":
         text = json.dumps(_choices(value), ensure_ascii=False)
     else:
-        text = str(value) if kind == "regex" else read_named("grammar", value)
+        text = value if kind == "regex" else read_named("grammar", value)
+    if not text:
+        raise UsageError(f"{kind}: is empty, and so would all texts be. Leave it out, or write one.")
     return Structure(kind=kind, text=text, columns=bool(given.get("json_columns")))
 
 

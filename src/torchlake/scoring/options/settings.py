@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import plugins
-from torchlake.config.arguments import column_names
+from torchlake.config.arguments import check_arguments, column_names
 from torchlake.config.messages import expected
 from torchlake.config.task_spec import TASK_FILE, Columns, TaskSpec, as_columns
 from torchlake.errors import UsageError
@@ -154,6 +154,7 @@ def with_columns(
 
     A folder without task.json does not say whether its classifier reads texts or pairs, so either is possible.
     """
+    check_arguments({"inputs": inputs}, with_columns.__annotations__)
     if text is not None and not spec.text:
         raise UsageError(f"text: {spec.task} reads no text; its inputs are {', '.join(spec.inputs)} (inputs=).")
     task, learns_pairs = plugins.load("tasks", spec.task), spec.task == EMBEDS  # and embeds single texts
