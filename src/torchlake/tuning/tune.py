@@ -113,7 +113,7 @@ def tune(
     trials, seed = int(trials), int(seed)  # numpy's numbers are not those of JSON
     if trials < 1:
         raise UsageError(f"trials must be 1 or more, not {trials}.")
-    wanted, seed = load_job(job, overrides, **named_engine(engine)), int(seed)
+    wanted = load_job(job, overrides, **named_engine(engine))
     if wanted.data.validation is None:
         raise ConfigError("data.validation is null, but a tuning compares validations; set it")
     if wanted.train.checkpoint_folder is not None:
