@@ -179,9 +179,8 @@ def _check(found: FoundAtTarget) -> None:
         problem = damage(target, published.record, thorough=False)
         if problem is None:  # the same rows under another name
             named = published.record.get("commit_id")
-            raise FingerprintError(
-                f"{target.shown}: has the commit {named!r}. Give another output, or --overwrite to replace it."
-            )
+            has = "a commit without an id" if named is None else f"the commit {named!r}"
+            raise FingerprintError(f"{target.shown}: has {has}. Give another output, or --overwrite to replace it.")
         raise OutputError(f"{target.shown}: is damaged: {problem}. --overwrite writes it again.")
 
 

@@ -117,6 +117,9 @@ def test_a_folder_is_one_commit(tmp_path: Path) -> None:
         write(output, rows(0), "query-7")
     assert write(output, rows(1), "query-1", overwrite=True) == 20
     assert ids(output) == Counter(range(20, 40))
+    assert write(output, rows(0), None, overwrite=True) == 20
+    with pytest.raises(FingerprintError, match="has a commit without an id"):
+        write(output, rows(0), "query-1")
 
 
 @pytest.mark.parametrize("kind", TABLES)

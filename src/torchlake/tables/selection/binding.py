@@ -154,7 +154,7 @@ def _time(value: str, kind: pa.DataType) -> pa.Scalar | None:
     if pa.types.is_time(kind):  # Arrow reads no string as one
         found = _time(f"1970-01-01 {value}", pa.timestamp("ns"))
         time = None if found is None else found.cast(pa.time64("ns"))
-        return time if time is None or time.value % NANOSECONDS[unit] else time.cast(kind)
+        return time if time is None or time.value % NANOSECONDS[kind.unit] else time.cast(kind)
     kinds = [kind, *(pa.timestamp(other, zone) for other in NANOSECONDS if unit not in (None, other))]
     # A string without a zone is in UTC if the column has one.
     for one in [*kinds, *(pa.timestamp(other.unit) for other in kinds if zone)]:
