@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from torchlake import atomic_io, plugins
-from torchlake.config.arguments import check_arguments, refuse_unknown
+from torchlake.config.arguments import check_arguments, plain_numbers, refuse_unknown
 from torchlake.config.measuring import EvaluateOptions
 from torchlake.config.options import AnswerArguments, ReadArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
@@ -88,6 +88,7 @@ def evaluate(
     if unmeasured := sorted(options.keys() & AnswerArguments.__annotations__.keys()):
         raise UsageError(f"{', '.join(unmeasured)}: evaluate measures one answer of each row; leave it out.")
     refuse_unknown("evaluate", options, EvaluateOptions.__annotations__)
+    options = plain_numbers(options)
     check_arguments({"label": label, "inputs": inputs, "reference": reference}, evaluate.__annotations__)
     columns: dict[str, Any] = {"text": text, "text_pair": text_pair, "inputs": inputs}
     asked = {"model": model, "table": table, **columns, "label": label, "task": task, "engine": engine}

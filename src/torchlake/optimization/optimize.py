@@ -24,7 +24,7 @@ from typing import Any, Unpack
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.arguments import check_arguments, refuse_unknown
+from torchlake.config.arguments import check_arguments, plain_numbers, refuse_unknown
 from torchlake.config.measuring import OptimizeOptions
 from torchlake.config.options import FilterArguments, GenerationArguments
 from torchlake.config.task_spec import TaskSpec, as_columns
@@ -152,6 +152,7 @@ def optimize(
         named = ", ".join(unmeasured)
         raise UsageError(f"{named}: optimize measures one text for each row of a column; leave it out.")
     refuse_unknown("optimize", options, OptimizeOptions.__annotations__)
+    options = plain_numbers(options)
     generation = {name: value for name, value in options.items() if name in GenerationArguments.__annotations__}
     read = read_options({name: value for name, value in options.items() if name in FilterArguments.__annotations__})
     columns: Any = {"text": text, "text_pair": options.get("text_pair"), "inputs": options.get("inputs")}

@@ -161,6 +161,7 @@ def plan_writing(
 
     Raises as `predict` for mistakes in the options and the table, and UsageError for a model that does not write.
     """
+    options = plain_numbers(options)
     scoring, generation, _ = split_options(options)  # type: ignore[arg-type]
     settings, spec, choice = scoring_settings(model, runtime, generation, text=text, **scoring)
     if settings.generation is None:

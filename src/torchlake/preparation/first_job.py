@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from torchlake import atomic_io, plugins
+from torchlake.config.arguments import plain_numbers
 from torchlake.config.job import load_job
 from torchlake.config.options import ReadArguments
 from torchlake.config.schema import job_schema
@@ -105,7 +106,7 @@ def write_first_job(
     `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises UsageError if the columns are not clear
     or the file exists, TableError for a table that cannot be read, DataError for a label column that cannot be learned.
     """
-    path = local_output(output)
+    path, read = local_output(output), plain_numbers(read)
     version = pinned(table)
     csv = recognized_csv(version, read_options(read).csv)
     read = {**read, "csv": {**(read.get("csv") or {}), **csv}}

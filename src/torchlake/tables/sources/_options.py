@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torchlake.config.arguments import plain_numbers
 from torchlake.errors import UsageError
 from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.selection.options import Selection
@@ -34,7 +33,7 @@ def read_options(given: Mapping[str, Any]) -> ReadOptions:
 
     Raises TypeError for an unknown argument, as a function does, and UsageError for a value out of range.
     """
-    given, names = plain_numbers(given), {one.name for one in fields(Selection)}
+    names = {one.name for one in fields(Selection)}
     unknown = sorted(given.keys() - names - {"csv"})
     if unknown:
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
