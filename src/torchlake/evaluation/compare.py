@@ -21,14 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.config.job import flat, load_job
+from torchlake.config.messages import one_of
 from torchlake.display import Shown, Table, plain, shown
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import DataError, FingerprintError, UsageError
 from torchlake.evaluation.evaluate import evaluate
 from torchlake.evaluation.report import FACTS
 from torchlake.evaluation.sections.aligned import FailedRows, aligned, facts_of
 from torchlake.evaluation.sections.judged import JudgedRows, listed
 from torchlake.evaluation.sections.rows import FILE
-from torchlake.evaluation.sections.sums import drawn, groups_of
+from torchlake.evaluation.sections.sums import METRICS, drawn, groups_of
 from torchlake.metrics import DIRECTIONS
 from torchlake.models.folders import model_hash
 from torchlake.reporting.comparison import write_comparison
@@ -128,6 +129,12 @@ class Comparison:
         return value
 
 
+def check_compared(metric: str) -> None:
+    """Raise UsageError for a metric that is compared of no task, before models are evaluated."""
+    if metric not in METRICS:
+        raise UsageError(f"fail_if_worse: {one_of(METRICS, metric)}")
+
+
 def compare(
     *models: str | Path, table: Any = None, report: str | Path | None = None, key: str | None = None
 ) -> Comparison:
@@ -151,7 +158,7 @@ def compare(
             folders = [place / f"{at}-{Path(model).name}" for at, model in enumerate(models, start=1)]
             named = {} if key is None else {"key": key}
             for model, one in zip(models, folders, strict=True):
-                evaluate(model, table, report=one, **named)  # type: ignore[arg-type]
+                _evaluated(model, table, one, named)
         names = [str(model) for model in models]
         sides, failed = aligned(folders, names)
         found, lists = _compared(sides, names, folders)
@@ -160,6 +167,15 @@ def compare(
             folder.mkdir(parents=True, exist_ok=True)
             write_comparison(folder, found.to_json(), lists, folders[0] / FILE)
     return found
+
+
+def _evaluated(model: str | Path, table: Any, folder: Path, named: Mapping[str, Any]) -> None:
+    """Evaluate a model into a folder. Raises FingerprintError if it has another evaluation."""
+    try:
+        evaluate(model, table, report=folder, **named)
+    except FingerprintError as error:
+        found = str(error).partition(" Name another folder")[0]
+        raise FingerprintError(f"{found} Name another folder for the report (--report).") from None
 
 
 def _evaluation_of(model: Path) -> Path:

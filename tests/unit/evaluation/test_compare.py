@@ -18,8 +18,9 @@ import judged_rows as made
 from html_page import Page
 from torchlake.atomic_io import size_and_sha256
 from torchlake.cli.main import main
-from torchlake.errors import DataError, UsageError
+from torchlake.errors import DataError, FingerprintError, UsageError
 from torchlake.evaluation.compare import compare, holm, mcnemar
+from torchlake.evaluation.report import ReportRequest, evaluating
 from torchlake.evaluation.sections import sums
 from torchlake.evaluation.sections.judged import read_judged
 from torchlake.evaluation.sections.sums import drawn, groups_of
@@ -193,6 +194,7 @@ def test_each_metric_of_each_task_says_which_model_is_worse(kind: str, tmp_path:
     worse = compare(tmp_path / "good", tmp_path / "bad")
     better = compare(tmp_path / "bad", tmp_path / "good")
     for metric in {one.metric for one in worse.differences}:
+        assert metric in sums.METRICS
         assert len(worse.worse(metric)) == 1
         assert better.worse(metric) == []
 
@@ -275,6 +277,26 @@ def test_a_pipeline_fails_only_if_the_whole_interval_is_worse(
     assert "worse" in page
     assert f"{values['pairs'][0]['lost']:,}" in page
     assert json.loads((tmp_path / "c" / "compare.json").read_text())["pairs"] == values["pairs"]
+
+
+def test_a_metric_of_no_task_is_refused_before_models_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "a", "b", "--table", "t.csv", "--fail-if-worse", "acuracy"]) == 64
+    assert "fail_if_worse: expected 'accuracy', " in (said := capfd.readouterr().err)
+    assert "did you mean accuracy?" in said
+
+
+def test_a_report_of_other_models_is_refused_without_an_option_of_evaluate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def evaluate(*args: Any, **options: Any) -> None:
+        with evaluating(ReportRequest(folder=tmp_path), {"model": "another"}):
+            pass
+
+    (tmp_path / "eval.json").write_text(json.dumps({"identity": {"model": "this"}}))
+    monkeypatch.setattr("torchlake.evaluation.compare.evaluate", evaluate)
+    with pytest.raises(FingerprintError) as refused:
+        compare("a", "b", table="t.csv", report=tmp_path / "c")
+    assert str(refused.value).endswith("another model. Name another folder for the report (--report).")
 
 
 @pytest.mark.slow

@@ -81,9 +81,11 @@ def compare(
     metric, by = options.pop("fail_if_worse", None), options.pop("by", None)
     if metric is None and by is not None:
         raise UsageError("--by is for --fail-if-worse: name a metric.")
-    from torchlake.evaluation.compare import compare
+    from torchlake.evaluation.compare import check_compared, compare
     from torchlake.tables.failures import format_reasons
 
+    if metric is not None:
+        check_compared(metric)
     done = compare(*models, **options)
     worse = [] if metric is None else done.worse(metric, by or 0.0)
     rows = []
