@@ -178,21 +178,20 @@ def publish(
     if rows.is_file():
         judged = read_judged(rows, kind, evaluation["labels"], slices)
         found, truncated = sections_of(judged, slices, hints), judged.truncated
+    # Settings may have secrets. What comes from the rows stays: a class may be named "password: forgotten".
     facts: dict[str, Any] = plain(
-        redacted(
-            {
-                "format": 1,
-                "title": made["model"],
-                "written": datetime.now(UTC).isoformat(timespec="seconds"),
-                "kind": kind,
-                "identity": dict(identity),
-                **evaluation,
-                "truncated": truncated,
-                "sections": {**found, **(sections or {})},
-                "made": {**made, "versions": {name: version(name) for name in LIBRARIES}},
-                "files": {FILE: atomic_io.size_and_sha256(rows)} if rows.is_file() else {},
-            }
-        )
+        {
+            "format": 1,
+            "title": redacted(made["model"]),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kind": kind,
+            "identity": redacted(identity),
+            **evaluation,
+            "truncated": truncated,
+            "sections": {**found, **redacted(sections or {})},
+            "made": redacted({**made, "versions": {name: version(name) for name in LIBRARIES}}),
+            "files": {FILE: atomic_io.size_and_sha256(rows)} if rows.is_file() else {},
+        }
     )
     write_page(folder, facts)
     atomic_io.write_json(folder / FACTS, facts, site="evaluation.facts")

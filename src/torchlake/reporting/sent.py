@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.redaction import redacted
 from torchlake.reporting import figures
 from torchlake.reporting.page import shown_rows
 
@@ -27,7 +26,7 @@ class Evaluated:
         folder = run / "eval"
         if not (folder / "eval.json").is_file():
             return cls({}, None)
-        facts = redacted(atomic_io.read_json(folder / "eval.json"))
+        facts = atomic_io.read_json(folder / "eval.json")
         found, tables = facts["sections"], {}
         scores = found.get("classes") or found.get("labels") or found.get("entities", {}).get("types", [])
         if scores:

@@ -263,6 +263,15 @@ def test_nothing_planted_is_no_alarm_at_the_rate_of_the_intervals(tmp_path: Path
     assert missed <= 8  # of the 30 worst of 104
 
 
+def test_names_of_classes_that_look_like_secrets_are_shown(tmp_path: Path) -> None:
+    labels = ("password: forgotten", "token: lost", "Bearer of bad news")
+    chances, truth = data()
+    facts = made.evaluated(tmp_path, made.scored_classes(chances, truth, labels), made.classes_spec(labels))
+    assert facts["labels"] == list(labels)
+    assert {one["label"] for one in facts["sections"]["classes"]} == set(labels)
+    assert "[redacted]" not in (tmp_path / "eval.html").read_text() + (tmp_path / "eval.json").read_text()
+
+
 def test_rows_hold_all_that_the_page_shows_and_texts_can_be_left_out(tmp_path: Path) -> None:
     chances, truth = data(30)
     scored = made.scored_classes(chances, truth, LABELS)
