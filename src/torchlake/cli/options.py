@@ -251,4 +251,8 @@ def _pair(option: str, text: str, example: str, *, plain: bool) -> tuple[str, An
     if value.startswith("@") and not Path(value[1:]).is_file():
         raise UsageError(f"{option} {text}: there is no such file.")
     written, where = (read_text(Path(value[1:])), value[1:]) if value.startswith("@") else (value, f"{option} {text}")
-    return name, read_yaml(written, where)[0]
+    from torchlake.config.types import NUMBER
+
+    found = read_yaml(written, where)[0]
+    # YAML 1.1 reads 1e-4 as a string.
+    return name, float(found) if isinstance(found, str) and re.fullmatch(NUMBER, written) else found

@@ -22,7 +22,9 @@ def checked_options(task: Any, given: Mapping[str, Any], error: type[TorchlakeEr
             raise error(f"task_options: {task.name} has no option {name!r}; it has: {known}")
         default = task.options[name]
         if not _is_like(value, default):
-            raise error(f"task_options: {name} is {value!r}, but a value like {default!r} is expected")
+            strings = "a list of strings is expected (in YAML, yes and no need quotes)"
+            wanted = strings if isinstance(default, list) else f"a value like {default!r} is expected"
+            raise error(f"task_options: {name} is {value!r}, but {wanted}")
     lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
     options = {**task.options, **given, **lists}
     try:

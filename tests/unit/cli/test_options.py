@@ -351,7 +351,15 @@ def test_an_input_without_a_column_is_refused(capfd: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [("2024-01-31", "2024-01-31"), ("0.5", 0.5), ("[good, bad]", ["good", "bad"]), ("{1: a}", {"1": "a"}), ("", None)],
+    [
+        ("2024-01-31", "2024-01-31"),
+        ("0.5", 0.5),
+        ("1e-4", 1e-4),
+        ("'1e-4'", "1e-4"),
+        ("[good, bad]", ["good", "bad"]),
+        ("{1: a}", {"1": "a"}),
+        ("", None),
+    ],
 )
 def test_a_value_of_an_option_is_plain_yaml(value: str, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     got: dict[str, Any] = {}

@@ -76,6 +76,7 @@ def test_a_loaded_model_has_its_options(model: Path) -> None:
         ({}, "candidate_labels must be the names"),
         ({"candidate_labels": ["one"]}, "at least two"),
         ({"candidate_labels": ["one", "one"]}, "two different classes"),
+        ({"candidate_labels": [True, False]}, r"is \[True, False\], but a list of strings is expected \(in YAML, yes"),
         ({"candidate_labels": LABELS, "hypothesis_template": "about it"}, "must contain {} once"),
     ],
 )
