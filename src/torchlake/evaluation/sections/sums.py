@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 RESAMPLES = 1000
 RESAMPLED_NUMBERS = 200_000_000
 "Rows drawn by all resamples together, where rows cannot be drawn as counts."
-METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "micro_f1", "subset_accuracy", "mae", "rmse")
-METRICS += ("precision", "recall", "f1", "exact_match", "token_f1", "recall_at_1", "recall_at_10", "mrr", "loss")
+METRICS: tuple[str, ...] = (
+    *("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "micro_f1", "subset_accuracy", "mae", "rmse"),
+    *("precision", "recall", "f1", "exact_match", "token_f1", "recall_at_1", "recall_at_10", "mrr", "loss"),
+)
 "All metrics that are compared, of any task."
 Finish = Callable[[np.ndarray, int], dict[str, float]]
 "The metrics of the sums (K,) over a number of rows."
