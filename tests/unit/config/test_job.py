@@ -109,6 +109,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         ("data.text=1", "quotes"),
         ("data.text=", "is null; only pairs of answers"),
         ("data.label=text", "must differ"),
+        ("data.completion=text", "text and completion both name the column 'text'; they must differ"),
         ("data.bad_rows=ignore", "'error' or 'drop'"),
         ("data.validation={share: 0.1}", "known are fraction"),
         ("train=3", "mapping"),

@@ -207,6 +207,13 @@ class DataConfig(BaseModel):
                 raise ValueError(f"{name} and label both name the column {label!r}; they must differ")
         return label
 
+    @field_validator("completion")
+    @classmethod
+    def _prompts_lack_the_completion(cls, completion: str | None, given: ValidationInfo) -> str | None:
+        if completion in as_columns(given.data.get("text") or ""):
+            raise ValueError(f"text and completion both name the column {completion!r}; they must differ")
+        return completion
+
 
 def _check_template(template: str, columns: tuple[str, ...]) -> None:
     """Raise ValueError unless the template has each of the columns as {column}, and nothing else in braces."""
