@@ -254,6 +254,8 @@ def test_rows_are_added_once(output: Output, source: Path, more: Path) -> None:
         output.computed(one, mode="append")
     assert output.ids() == [*ALL, 100, 101, 102, 103]
     assert output.computed(source, mode="append") == 0
+    assert output.computed(more, mode="append", chunk_rows=3) == 0
+    assert output.ids() == [*ALL, 100, 101, 102, 103]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Find out whether a job's commit was made already: then nothing is left to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from torchlake import atomic_io
-from torchlake.errors import FingerprintError, OutputError, TorchlakeError
+from torchlake.errors import DataError, FingerprintError, OutputError, TorchlakeError
 from torchlake.outputs.compatibility import JobSpec, differences, is_same
 from torchlake.outputs.parts import part_of_entry
 from torchlake.outputs.records import position_of, read_record, stored_commits
@@ -17,6 +17,7 @@ from torchlake.outputs.staging.kept import damage
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import WriteRequest
 from torchlake.tables.keys import row_ids
+from torchlake.tables.plan import plan_from_json
 from torchlake.tables.reading import ChunkReader
 
 
@@ -129,7 +130,9 @@ def _is_commit(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
     """
     given, job = found.request.commit_id, found.job
     if given is None or record.get("commit_id") != given:
-        return given is None and record["plan"] == job.plan.id and bool(record["fingerprint"] == job.fingerprint)
+        if given is not None or record["fingerprint"] != job.fingerprint:
+            return False
+        return record["plan"] == job.plan.id or _has_other_chunks(found, record)
     before = JobSpec(job.plan, record["fingerprint"])
     if different := differences(before, job):
         raise FingerprintError(
@@ -138,6 +141,14 @@ def _is_commit(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
             + "\nGive this commit another name (commit_id), or the earlier settings."
         )
     return True
+
+
+def _has_other_chunks(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
+    """Return whether a commit has the rows of the job in other chunks (chunk_rows). Cost: a read of its plan."""
+    plan = read_record(found.target, record["commit"], plan=True)
+    with suppress(DataError):  # damaged: unknown
+        return plan is not None and is_same(JobSpec(plan_from_json(plan), record["fingerprint"]), found.job)
+    return False
 
 
 def is_lost(found: FoundAtTarget, names: Sequence[str]) -> bool:
