@@ -94,7 +94,8 @@ def interruptible(*, watched: bool) -> Iterator[None]:
     """Raise Terminated on the first SIGTERM in the block, or if `watched` when the reader of standard error is gone."""
     global _closed
     _closed = False
-    before, dropped = signal.signal(signal.SIGTERM, _terminated), sys.unraisablehook
+    before, alarm = signal.signal(signal.SIGTERM, _terminated), signal.getsignal(signal.SIGALRM)
+    dropped = sys.unraisablehook
 
     def hook(found: "sys.UnraisableHookArgs") -> None:
         if isinstance(found.exc_value, KeyboardInterrupt) and current_thread() is main_thread():
@@ -107,6 +108,8 @@ def interruptible(*, watched: bool) -> Iterator[None]:
         with _reader_watched() if watched and _is_pipe(2) else nullcontext():
             yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
         sys.unraisablehook = dropped
         signal.signal(signal.SIGTERM, before)
 
@@ -200,6 +203,9 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 
 
 def _raise(stop: BaseException, signum: int, frame: FrameType | None) -> None:
+    if frame is not None and frame.f_code.co_qualname in LOCKING:
+        _later(partial(_raise, stop))
+        return
     raise stop
 
 

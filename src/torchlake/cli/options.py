@@ -7,6 +7,7 @@ those of the Python functions.
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ EXAMPLES = {
     "request_options": "reasoning_effort=low",
 }
 "Values of options that are a name and a value."
+POWER = re.compile(r"[+-]?(0|[1-9][0-9]*)[eE][+-]?[0-9]+")
+"Numbers without a point, such as 1e-4, which YAML 1.1 reads as strings."
 ESCAPED = ("prompt", "system", "stop")
 "Texts in which \\n and \\t are line breaks and tabs: shells pass them on as they are."
 
@@ -251,8 +254,7 @@ def _pair(option: str, text: str, example: str, *, plain: bool) -> tuple[str, An
     if value.startswith("@") and not Path(value[1:]).is_file():
         raise UsageError(f"{option} {text}: there is no such file.")
     written, where = (read_text(Path(value[1:])), value[1:]) if value.startswith("@") else (value, f"{option} {text}")
-    from torchlake.config.types import NUMBER
-
     found = read_yaml(written, where)[0]
-    # YAML 1.1 reads 1e-4 as a string.
-    return name, float(found) if isinstance(found, str) and re.fullmatch(NUMBER, written) else found
+    if isinstance(found, str) and POWER.fullmatch(written) and math.isfinite(float(written)):
+        return name, float(written)
+    return name, found

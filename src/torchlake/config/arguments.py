@@ -24,8 +24,8 @@ WORDS: dict[type, tuple[str, type]] = {
 
 
 def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that is not of its type (a number, a string, a switch or one of some words), or
-    out of the range of its `Option`.
+    """Raise UsageError for an argument that is not of its type (a number, a string, a switch, a path, one of some
+    words, a mapping, or several of these), or out of the range of its `Option`.
 
     `annotations`: those of the function or of a TypedDict. Arguments with other types are not looked at.
     """
@@ -101,6 +101,8 @@ def _problem(value: Any, annotation: Any) -> str | None:
     if all(get_origin(kind) is Mapping for kind in wanted):
         return None if isinstance(value, Mapping | None) else expected("a mapping", value)
     listed = [get_args(kind)[0] for kind in wanted if get_origin(kind) is Sequence]
+    if value is None and (listed or Path in wanted):  # left out
+        return None
     if listed and all(kind in listed or get_origin(kind) is Sequence for kind in wanted):
         return _problem_of_several(value, listed[0])
     if not all(kind in WORDS for kind in wanted):

@@ -4,6 +4,7 @@ A job is a plan and a fingerprint. The same job is resumed or already complete; 
 the differences, unless the user allows replacing it. Files that did not change keep their chunks, and so their parts.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -63,6 +64,21 @@ def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: st
 def is_same(one: JobSpec, other: JobSpec) -> bool:
     """Return whether two jobs have the same rows; their chunks may have other numbers."""
     return not differences(one, other) and not any(input_changes(one.plan, other.plan))
+
+
+def has_same_rows(one: JobSpec, other: JobSpec) -> bool:
+    """Return whether two jobs have the same rows, in whatever chunks. Cost: the numbers of all selected rows."""
+    return not differences(one, other) and _rows_of_files(one.plan) == _rows_of_files(other.plan)
+
+
+def _rows_of_files(plan: ChunkPlan) -> dict[str, tuple[str, str, str]]:
+    """Return what identifies the rows of each file; `InputFile.selected` depends on the chunks' ranges, too."""
+    selected = {one.name: hashlib.sha256() for one in plan.inputs if one.selected}
+    for chunk in plan.chunks:
+        if chunk.name in selected:
+            selected[chunk.name].update(chunk.numbers.tobytes())
+    rows = {name: found.hexdigest() for name, found in selected.items()}
+    return {one.name: (one.sha256, one.view, rows.get(one.name, "")) for one in plan.inputs}
 
 
 def continued(earlier: JobSpec, job: JobSpec) -> JobSpec:

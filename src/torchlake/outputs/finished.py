@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, FingerprintError, OutputError, TorchlakeError
-from torchlake.outputs.compatibility import JobSpec, differences, is_same
+from torchlake.outputs.compatibility import JobSpec, differences, has_same_rows, is_same
 from torchlake.outputs.parts import part_of_entry
 from torchlake.outputs.records import position_of, read_record, stored_commits
 from torchlake.outputs.rewrite import keys_in, repeated_key
@@ -145,9 +145,9 @@ def _is_commit(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
 
 def _has_other_chunks(found: FoundAtTarget, record: Mapping[str, Any]) -> bool:
     """Return whether a commit has the rows of the job in other chunks (chunk_rows). Cost: a read of its plan."""
-    plan = read_record(found.target, record["commit"], plan=True)
     with suppress(DataError):  # damaged: unknown
-        return plan is not None and is_same(JobSpec(plan_from_json(plan), record["fingerprint"]), found.job)
+        plan = read_record(found.target, record["commit"], plan=True)
+        return plan is not None and has_same_rows(JobSpec(plan_from_json(plan), record["fingerprint"]), found.job)
     return False
 
 

@@ -356,6 +356,8 @@ def test_an_input_without_a_column_is_refused(capfd: pytest.CaptureFixture[str])
         ("0.5", 0.5),
         ("1e-4", 1e-4),
         ("'1e-4'", "1e-4"),
+        ("09123", "09123"),
+        ("1e999", "1e999"),
         ("[good, bad]", ["good", "bad"]),
         ("{1: a}", {"1": "a"}),
         ("", None),

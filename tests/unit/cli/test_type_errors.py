@@ -15,9 +15,11 @@ from pyarrow import dataset
 import torchlake as tl
 from torchlake.cli.app import program
 from torchlake.cli.main import main
-from torchlake.config.arguments import plain_numbers
+from torchlake.config.arguments import check_arguments, plain_numbers
 from torchlake.config.job import SECTIONS, load_job
+from torchlake.config.measuring import EvaluateOptions
 from torchlake.config.messages import _settings
+from torchlake.config.options import PredictOptions
 from torchlake.errors import ConfigError, TableError, TorchlakeError, UsageError
 
 FOREIGN = re.compile(
@@ -192,6 +194,11 @@ def test_columns_of_a_job_of_an_endpoint_are_names(given: dict[str, Any]) -> Non
     named: dict[str, Any] = {"runtime": "http", "endpoint": "https://a.example/v1", "model_name": "m", **given}
     with pytest.raises(UsageError, match=f"^{next(iter(given))}: (expected|names no column)"):
         tl.predict(None, "t.csv", "out", **named)
+
+
+def test_options_may_be_left_out_as_none() -> None:
+    left_out = dict.fromkeys(("text_pair", "partition_by", "inputs", "report", "slices"))
+    check_arguments(left_out, {**PredictOptions.__annotations__, **EvaluateOptions.__annotations__})
 
 
 def test_numbers_of_numpy_may_be_in_lists_and_mappings() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable, TableFeatures
@@ -46,7 +47,7 @@ def dying_function() -> Callable[[pa.Table], pa.Table]:
     return run
 
 
-def write(output: str, table: pa.Table, name: str | None, function: Any = make_function, **options: Any) -> int:
+def write(output: str, table: pa.Table | Path, name: str | None, function: Any = make_function, **options: Any) -> int:
     given: dict[str, Any] = {"version": "1", "batch_rows": 5, "chunk_rows": 5, **options}
     if "columns" not in given:
         given["columns"] = ["id", "text"]
@@ -104,6 +105,16 @@ def test_a_batch_whose_first_attempt_was_interrupted_goes_on_in_any_order(place:
     write(output, rows(1, -1), "query-1", mode="append", **options)
     write(output, rows(1), "query-1", mode="append", **options)
     assert ids(output) == Counter(range(40))
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_an_append_that_is_repeated_in_other_chunks_adds_nothing(place: Any, kind: str, tmp_path: Path) -> None:
+    output, options = place(kind)
+    pq.write_table(rows(0), tmp_path / "in.parquet")
+    selected: Any = {"mode": "append", "where": "id < 3 or id = 9", **options}
+    for chunk_rows in (5, 4):
+        write(output, tmp_path / "in.parquet", None, **{**selected, "chunk_rows": chunk_rows})
+    assert ids(output) == Counter([0, 1, 2, 9])
 
 
 def test_a_folder_is_one_commit(tmp_path: Path) -> None:

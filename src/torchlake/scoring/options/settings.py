@@ -184,6 +184,7 @@ def with_columns(
 
 
 def named_columns(option: str, columns: str | Sequence[str]) -> Columns:
+    """Return the columns that an option names, one or several. Raises UsageError for what is not a name."""
     names = column_names(option, columns)
     if not names:
         raise UsageError(f"{option}: names no column; leave it out, or name one.")
