@@ -71,6 +71,12 @@ class FakeStore:
             raise FileNotFoundError(path)
         return self.objects[path]
 
+    def head(self, path: str) -> dict[str, Any]:
+        self._request("head", path, REQUEST)
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return {"size": len(self.objects[path].content)}
+
     def list(self, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
         self._request("list", prefix or "", REQUEST)
         found = sorted((path, one) for path, one in self.objects.items() if path.startswith(f"{prefix}/"))

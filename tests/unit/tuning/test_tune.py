@@ -274,7 +274,6 @@ def test_what_cannot_be_tuned_is_said_at_once(
         tune(tmp_path / "tuning", sections, overrides=("train.checkpoint_folder=s3://bucket/all",))
     for name, choice, said in (
         ("model.base", str(tmp_path / "gone"), "there is no such model folder"),
-        ("data.train", str(tmp_path / "gone.parquet"), "data.train: .*gone.parquet"),
         ("data.text", "review", "data.train: .*no column 'review'"),
     ):
         with pytest.raises(DataError, match=said):

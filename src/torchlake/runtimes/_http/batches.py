@@ -102,8 +102,7 @@ def _answer(client: Client, line: bytes) -> tuple[int, Answer]:
         problem = value.get("error")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return -1, Answer()
-    if not isinstance(status, int):
-        status = 0
+    status = int(str(status)) if str(status).isdecimal() else 0
     if problem:
         return row, Answer(error=f"batch: {message_of(json.dumps({'error': problem}).encode())[1]}", final=False)
     answer = read_answer(client.endpoint, content) if status == 200 else refused_row(status, content)
