@@ -7,6 +7,7 @@ the nearest known key. Environment variables are not read. Relative paths in a j
 directory, not to the file.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from torchlake.config.messages import sentence
+from torchlake.config.messages import expected, sentence
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.engine import EngineConfig
 from torchlake.config.sections.model import ModelConfig
@@ -24,7 +25,7 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.config.types import STRICT
 from torchlake.config.yaml import Location, read_text, read_yaml, shape
 from torchlake.display import Shown, shown
-from torchlake.errors import ConfigError
+from torchlake.errors import ConfigError, UsageError
 from torchlake.redaction import redacted
 
 
@@ -84,13 +85,13 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
         # Leave out the defaults, which another setting may replace.
         merged: dict[str, Any] = path.model_dump(mode="json", exclude_unset=True)
         for name, section in sections.items():
-            plain = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
-            merged[name] = {**merged.get(name, {}), **plain}
+            plain = section.model_dump(mode="json", exclude_unset=True) if isinstance(section, BaseModel) else section
+            merged[name] = {**merged.get(name, {}), **plain} if isinstance(plain, Mapping) else plain
         return load_job(None, overrides, **merged)
     values: dict[str, Any] = {}
     origins: dict[Location, str] = {}
     if path is not None:
-        values, lines = read_yaml(read_text(Path(path)), str(path))
+        values, lines = read_yaml(read_text(job_file(path)), str(path))
         if values is None:
             raise ConfigError(f"{path}: is empty; a job file has the sections {', '.join(SECTIONS)}")
         if not isinstance(values, dict):
@@ -107,6 +108,13 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
         keys, value = _parse_override(override)
         _set_value(values, origins, keys, value, f"--set {override}")
     return _validated(Job, values, origins, path)
+
+
+def job_file(path: str | Path) -> Path:
+    """Return the path of a job file. Raises UsageError for what is not a string or a path."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"job: {expected('the path of a job file, or a Job', path)}")
+    return Path(path)
 
 
 def load_engine(overrides: Sequence[str]) -> EngineConfig:

@@ -36,6 +36,7 @@ from torchlake.reporting.comparison import write_comparison
 from torchlake.runs import metrics_log
 from torchlake.tables.failures import format_reasons
 from torchlake.tables.record import output_path
+from torchlake.tables.sources.files import local_path
 
 LISTED = 50
 RUN_PAGE = "eval"
@@ -152,7 +153,7 @@ def compare(
     folder = None if report is None else output_path(report)
     with ExitStack() as stack:
         if table is None:
-            folders = [_evaluation_of(Path(model)) for model in models]
+            folders = [_evaluation_of(Path(local_path(model)).expanduser()) for model in models]
         else:
             place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchlake-compare-")))
             folders = [place / f"{at}-{Path(model).name}" for at, model in enumerate(models, start=1)]

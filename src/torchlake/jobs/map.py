@@ -15,6 +15,7 @@ from typing import Annotated, Any, Unpack
 import pyarrow as pa
 
 from torchlake.config.arguments import column_names, refuse_unknown
+from torchlake.config.messages import expected
 from torchlake.config.options import JobArguments, Option
 from torchlake.display import Shown, shown
 from torchlake.engines import Engine, Resources, as_engine
@@ -208,6 +209,8 @@ class _Mapping:
 def _promised(schema: pa.Schema | Mapping[str, pa.DataType], key: str | None) -> pa.Schema:
     """Return the columns that the function returns. Raises UsageError."""
     if not isinstance(schema, pa.Schema):
+        if not isinstance(schema, Mapping):
+            raise UsageError(f"schema: {expected('a schema of pyarrow, or a mapping of names to types', schema)}")
         kinds = [name for name, kind in schema.items() if not isinstance(kind, pa.DataType)]
         if kinds:
             raise UsageError(f"schema: {kinds[0]!r} is a {type(schema[kinds[0]]).__name__}; give a type: pa.int64().")

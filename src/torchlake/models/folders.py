@@ -73,7 +73,7 @@ def model_folder(model: str | Path) -> Path:
 
     Raises DataError if there is no such model here or on the hub, or if the run has no model yet.
     """
-    folder = Path(local_path(os.fspath(model))).expanduser()
+    folder = Path(local_path(model)).expanduser()
     if _is_folder(folder):
         return _model_of_run(folder)
     name = str(model)

@@ -27,7 +27,7 @@ from torchlake.tables.sources.files import local_path
 
 def output_text(output: str | Path) -> str:
     """Return an output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
-    text = local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
+    text = URL_AS_PATH.sub(r"\1://", local_path(output))
     if "\0" in text:
         raise UsageError(f"{text!r}: is not a name: it has a null character.")
     if not text.strip("/"):

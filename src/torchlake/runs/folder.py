@@ -17,7 +17,7 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.checkpoints import continuing, location
-from torchlake.config.job import Job, flat, job_to_yaml, load_job
+from torchlake.config.job import Job, flat, job_file, job_to_yaml, load_job
 from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
 from torchlake.outputs.find import folder_output
@@ -53,7 +53,7 @@ def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
     """Return `run`, by default runs/ and the job file's name. Raises UsageError for a URL."""
     if run is not None:
         return local_output(run)
-    return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
+    return Path("runs") / ("job" if job is None or isinstance(job, Job) else job_file(job).stem)
 
 
 def candidates(job: str | Path | Job | None, run: str | Path | None) -> Iterator[Path]:

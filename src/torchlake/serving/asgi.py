@@ -28,6 +28,7 @@ from torchlake.serving.exchange import Refused, Route, ServedRequest, as_refused
 from torchlake.serving.options import ServeOptions
 from torchlake.serving.protocols import hub, openai, rows, tei
 from torchlake.serving.service import Service
+from torchlake.tables.sources.files import local_path
 
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 OPEN = ("/health", "/ping")
@@ -59,7 +60,7 @@ def build_app(model: str | Path, options: ServeOptions, load_options: dict[str, 
         return made
 
     with plugins.without_collections():
-        service = Service(os.fspath(model), loaded, options)
+        service = Service(local_path(model), loaded, options)
     made = FastAPI(
         title=f"torchlake: {service.name}",
         version=version("torchlake"),

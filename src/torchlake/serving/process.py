@@ -43,6 +43,7 @@ from torchlake.redaction import redacted
 from torchlake.serving.asgi import build_app, writes_text
 from torchlake.serving.connections import BACKLOG, HANGS, TICK_S, ServerProcess
 from torchlake.serving.options import ServeOptions
+from torchlake.tables.sources.files import local_path
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def _serve_several(model: str | Path, options: ServeOptions, load_options: dict[
         raise UsageError("processes: this system cannot share a port among processes; use 1")
     with listen(options.host, options.port) as probe:  # another server on this port would share it, too
         port = probe.getsockname()[1]
-    payload = pack(_serve_shared, os.fspath(model), replace(options, port=port), load_options)
+    payload = pack(_serve_shared, local_path(model), replace(options, port=port), load_options)
     level, devices = logging.getLevelName(logging.getLogger("torchlake").getEffectiveLevel()), gpus()
     with (
         noted_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals,

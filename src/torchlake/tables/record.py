@@ -36,7 +36,7 @@ def output_path(output: str | Path) -> Path:
 
 def local_output(output: str | Path) -> Path:
     """Return an output as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
-    text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
+    text = URL_AS_PATH.sub(r"\1://", local_path(output))
     if is_url(text):
         raise UsageError(
             f"{redacted(text)}: has to be a local path, because it is published by one rename. Give a local path, "

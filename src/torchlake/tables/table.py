@@ -198,7 +198,7 @@ def _open_alone(source: Any, *, in_list: bool = False) -> SourceTable | None:
             f"{type(source).__name__}: is not a table. Name a file, folder, glob or URL, or give a pyarrow, pandas or "
             "polars frame, or a reader of Arrow (dataset.scanner().to_reader())."
         )
-    place = local_path(os.fspath(source))
+    place = local_path(source)
     # A local output has no files that its record does not list; a list of many files would cost a request for each.
     if in_list and (not is_url(place) or os.path.splitext(place.rstrip("/"))[1] in EXTENSIONS):
         return None

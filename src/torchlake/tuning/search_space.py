@@ -7,6 +7,7 @@ Keys are a job's dotted names. Both ends of every range and every choice are val
 reported with its line before anything is trained. Cost: milliseconds.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +94,8 @@ def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
     object.
     """
     lines: dict[Location, int] = {}
-    if isinstance(space, Mapping):
-        name, entries = "space", dict(space)
+    if not isinstance(space, str | os.PathLike):
+        name, entries = "space", dict(space) if isinstance(space, Mapping) else space
     else:
         name = str(space)
         if not Path(space).exists():

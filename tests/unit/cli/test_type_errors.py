@@ -245,3 +245,48 @@ def test_columns_of_map_are_names(tmp_path: Path) -> None:
     for given in ({"key": ""}, {"key": ["id"]}, {"columns": [None]}):
         with pytest.raises(UsageError, match=r"^(key|columns): expected names of columns"):
             tl.map(dict, "t.csv", tmp_path / "out", schema={"n": pa.int64()}, **given)  # type: ignore[arg-type]
+
+
+def worker() -> Callable[[pa.Table], pa.Table]:
+    return lambda batch: batch
+
+
+@pytest.mark.parametrize("value", [3, [1], {"a": 1}, b"x", 1.5], ids=repr)
+def test_a_value_of_another_type_as_a_place_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+    one = pa.table({"text": ["a"]})
+    calls: list[Callable[[], Any]] = [
+        lambda: tl.train(value),
+        lambda: tl.train(run=value, data={"train": "x"}, model={"base": "x"}),
+        lambda: tl.train(load_job(None, data={"train": "x"}, model={"base": "x"}), data=3),
+        lambda: tl.plan(value),
+        lambda: tl.tune(value, space={}, trials=1),
+        lambda: tl.load(value),
+        lambda: tl.serve(value),
+        lambda: tl.serving.app(value),
+        lambda: tl.optimize(value, one),
+        lambda: tl.export(value, tmp_path, format="onnx"),
+        lambda: tl.predict(value, one, tmp_path / "out"),
+        lambda: tl.predict(tmp_path, one, value),
+        lambda: tl.map(worker, one, value, schema={"a": pa.int64()}),
+        lambda: tl.map(worker, one, tmp_path / "out", schema=3),  # type: ignore[arg-type]
+        lambda: tl.evaluate(value, one),
+        lambda: tl.compare(value, value),
+        lambda: tl.verify(value),
+        lambda: tl.open(value),
+        lambda: tl.report(value),
+    ]
+    for call in calls:
+        with pytest.raises((ConfigError, UsageError), match=r"expected .*, got "):
+            call()
+
+
+def test_a_space_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("data: {train: x}\nmodel: {base: x}\n")
+    with pytest.raises(ConfigError, match="a search space is a mapping of settings"):
+        tl.tune(job, space=[1], trials=1, run=tmp_path / "run")  # type: ignore[arg-type]
+
+
+def test_compared_folders_may_be_urls_of_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}: has no ")):
+        tl.compare(tmp_path.as_uri(), tmp_path.as_uri())

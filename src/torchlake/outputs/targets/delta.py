@@ -246,7 +246,7 @@ def recognizes(output: str, format: str | None) -> bool:
 def open_target(output: str, options: TargetOptions) -> DeltaTarget:
     """Return the table at a path or URL, which need not exist yet."""
     need_library("deltalake", "delta", f"{output}: a Delta table")
-    text = local_path(os.fspath(output))
+    text = local_path(output)
     if source.names_version(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
     root = text.rstrip("/") if is_url(text) else os.path.realpath(os.path.expanduser(text))

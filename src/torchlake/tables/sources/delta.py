@@ -189,7 +189,7 @@ def follow(source: str | Path) -> Followed | None:
 
 
 def _parse(source: str | Path) -> DeltaPath | None:
-    text = local_path(os.fspath(source))
+    text = local_path(source)
     if _has_log(text):
         return DeltaPath(_absolute(text), None)
     match = VERSION.fullmatch(text)

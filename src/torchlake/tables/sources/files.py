@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from torchlake.errors import TableError, Unavailable
+from torchlake.errors import TableError, Unavailable, UsageError
 from torchlake.storage.errors import storage_errors, unavailable
 from torchlake.storage.objects import is_marker
 from torchlake.storage.urls import check_url, filesystem_of, is_url, secret_repository
@@ -58,7 +58,7 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
         raise TableError("No files were given: the list of inputs is empty.")
     bases, found = [], []
     for place, one in enumerate(sources):
-        base, files, listed = _expand(local_path(os.fspath(one)), wanted)
+        base, files, listed = _expand(local_path(one), wanted)
         bases.append(base)
         found += [(file, listed, place) for file in files]
     # A single listing has each file only once.
@@ -102,9 +102,9 @@ def joined(tables: Iterable[SourceTable]) -> SourceTable:
 
 def is_image_folder(source: Any) -> bool:
     """Return whether `source` is a local folder with images, and without a file of a table."""
-    if not isinstance(source, str | Path) or not os.path.isdir(local_path(os.fspath(source))):
+    if not isinstance(source, str | Path) or not os.path.isdir(local_path(source)):
         return False
-    folder, has_images = os.path.abspath(local_path(os.fspath(source))), False
+    folder, has_images = os.path.abspath(local_path(source)), False
     for file in (one for one in _walk(folder) if not _is_hidden(folder, one)):
         if is_table_file(file):
             return False
@@ -122,11 +122,14 @@ def describe(source: StoredTable) -> str:
     return os.fspath(source) if isinstance(source, str | os.PathLike) else ", ".join(os.fspath(one) for one in source)
 
 
-def local_path(source: str, *, literal: bool = False) -> str:
+def local_path(place: str | os.PathLike[str], *, literal: bool = False) -> str:
     """Return the path in a `file:` URL; anything else unchanged. `literal`: a percent sign stays, as Iceberg has it.
 
-    Raises TableError for a URL with a host.
+    Raises TableError for a URL with a host, UsageError for what is not a string or a path.
     """
+    source = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(source, str):
+        raise UsageError(f"expected a path, a URL or a name, got {source!r:.80}")
     if host := re.match(r"file://(?!localhost/)([^/]+)", source):
         raise TableError(
             f"{source}: names the host {host[1]!r}. The URL of a local path has three slashes: file:///path."

@@ -203,7 +203,7 @@ def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
 
 
 def _parse(source: str | Path) -> TableName:
-    parsed = parse_name(local_path(os.fspath(source)))
+    parsed = parse_name(local_path(source))
     assert parsed is not None, "called only for recognized sources"
     return parsed
 

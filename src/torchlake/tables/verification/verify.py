@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.display import Shown, count, shown
-from torchlake.outputs.find import Committed, committed
+from torchlake.outputs.find import Committed, committed, output_text
 from torchlake.redaction import redacted
 from torchlake.storage.errors import library_errors
 from torchlake.storage.spread import Spread, in_process
@@ -61,7 +61,7 @@ def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
     `spread` is an engine's, to read a large output with all of its machines: `verify(output, spread=engine.spread)`.
     """
     found = Verification()
-    with library_errors(redacted(os.fspath(output)), "Its records are damaged; write the output again."):
+    with library_errors(redacted(output_text(output)), "Its records are damaged; write the output again."):
         made = committed(output)
         found.notes += made.notes
         for one in made.commits:
