@@ -49,7 +49,7 @@ def progress(
     `measured`, which is called after it, notes; both are called in a thread.
     """
     state = _State(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead, measured=measured)
-    if os.environ.get("TORCHLAKE_PROGRESS") == "0":
+    if os.environ.get("TORCHLAKE_PROGRESS") == "0" or sys.stderr is None:
         yield lambda n, notes=None: None
     elif sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         yield from _bar(state)
@@ -182,7 +182,7 @@ def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:
     printing, ended = threading.Lock(), threading.Event()
 
     def write(end: str) -> None:
-        with suppress(BrokenPipeError):  # if the reader is gone, the command line stops the job, not this print
+        with suppress(OSError):  # a full disk stops no job; if the reader is gone, the command line does
             print(state.bar() if redraw else state.line(), end=end, file=sys.stderr, flush=True)
 
     def print_when_due() -> None:

@@ -1,10 +1,9 @@
-"""Standard output, errors, SIGTERM and closed pipes while a command runs.
+"""Errors, SIGTERM and readers that are gone while a command runs.
 
 Python drops an exception that is raised in a finalizer or a callback of a weak reference: then the signal comes again.
 
-Under --json, file descriptor 1 itself points to standard error, so that C libraries and child processes, which do not
-use Python's `sys.stdout`, write there too. A job whose standard error is a pipe stops when the pipe's reader is gone,
-as at SIGTERM: child processes write there, too, and save their work when this process tells them to stop.
+A job whose standard error is a pipe stops when the pipe's reader is gone, as at SIGTERM: child processes write there,
+too, and save their work when this process tells them to stop.
 
 Errors of the operating system that nothing else caught become messages with a remedy. Missing permissions, a full disk
 or a link to itself can occur wherever a path is opened. A missing or existing file is the user's error only if the user
@@ -19,18 +18,27 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from torchlake import atomic_io
 from torchlake.cli.display import Outcome
+from torchlake.cli.streams import print_error, silence_closed
 from torchlake.config.yaml import read_text, read_yaml
-from torchlake.errors import DataError, Interrupted, OutputError, RankFailed, Terminated, TorchlakeError, stopped_by
+from torchlake.errors import (
+    DataError,
+    Interrupted,
+    OutputError,
+    RankFailed,
+    StorageError,
+    Terminated,
+    TorchlakeError,
+    stopped_by,
+)
 from torchlake.redaction import redacted
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
@@ -70,7 +78,7 @@ _closed = False
 def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: str = "") -> Outcome:
     """Print `shown` to standard error and return the error for --json. Secrets are removed from both."""
     if shown:
-        print(redacted(shown), file=sys.stderr, flush=True)
+        print_error(redacted(shown))
     described: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": exit_code}
     if isinstance(error, RankFailed):
         described |= {"rank": error.rank, "signal": error.signal, "traceback": error.traceback}
@@ -134,27 +142,8 @@ def lost_reader() -> bool:
     return _closed
 
 
-def silence_closed() -> bool:
-    """Return whether standard output or error is a pipe without a reader; what is written there is dropped then."""
-    closed = [number for number in (1, 2) if _is_closed(number)]
-    for number in closed:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, number)
-        os.close(nothing)
-    return bool(closed)
-
-
 def _is_pipe(number: int) -> bool:
-    try:
-        return stat.S_ISFIFO(os.fstat(number).st_mode)
-    except OSError:  # closed by the shell: 2>&-
-        return False
-
-
-def _is_closed(number: int) -> bool:
-    poll = select.poll()
-    poll.register(number, 0)  # errors are always reported
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    return stat.S_ISFIFO(os.fstat(number).st_mode)
 
 
 def _watch_reader(until: int) -> None:
@@ -166,25 +155,6 @@ def _watch_reader(until: int) -> None:
     if 2 in dict(poll.poll()):
         _closed = True
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextmanager
-def result_stream(as_json: bool) -> Iterator[TextIO]:
-    """Yield the stream for the result. Under --json all other output to descriptor 1 goes to standard error."""
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # names come from files and tables, workers' lines from users
-    if not as_json:
-        yield sys.stdout
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr), os.fdopen(os.dup(kept), "w", encoding="utf-8") as out:
-            yield out
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def stop_in_parsing() -> KeyboardInterrupt:
@@ -224,9 +194,13 @@ def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | N
     words: the command line. The paths in it, and in the job files that it names, are those that the user named.
     """
     number, path = error.errno, "" if error.filename is None else os.fsdecode(error.filename)
-    if number in STORAGE_ERRORS and path:
-        return atomic_io.storage_error(error, Path(path))
     reason = error.strerror or str(error)
+    if number in STORAGE_ERRORS:
+        return (
+            atomic_io.storage_error(error, Path(path))
+            if path
+            else StorageError(f"{reason}. Make room, and run it again.")
+        )
     if number in REMEDIES and (path or reason != os.strerror(number)):  # pyarrow puts the path into the message
         remedy = REMEDIES[number]
     elif number in NAMED_PATH_REMEDIES and path and any(_concerns(path, one, number) for one in named_paths(words)):

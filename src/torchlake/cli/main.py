@@ -8,11 +8,14 @@ fault in torchlake itself exits with 70 and a traceback. `console.py` explains e
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 import traceback
 from ast import literal_eval
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
 
 import typer
 
@@ -23,14 +26,13 @@ from torchlake.cli.console import (
     explain_os_error,
     interruptible,
     lost_reader,
-    result_stream,
-    silence_closed,
     stop_in_parsing,
     stop_outcome,
 )
 from torchlake.cli.display import Outcome
+from torchlake.cli.streams import open_missing, print_error, print_result, result_stream, silence_closed, silence_full
 from torchlake.display import plain
-from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
+from torchlake.errors import Interrupted, StorageError, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
 from torchlake.redaction import redacted
 
@@ -40,7 +42,9 @@ log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: the process's arguments) and return its exit status."""
     try:
+        open_missing()
         code = _main(arguments)
+        silence_full()
     except (BrokenPipeError, SystemExit, Terminated):  # typer exits if it cannot print a help text
         if not silence_closed():
             raise
@@ -61,15 +65,27 @@ def _main(arguments: Sequence[str] | None) -> int:
         outcome = _run(words)
         text = json.dumps(plain(outcome.values)) if as_json else "\n".join(outcome.lines)
         if text:
-            print(text, file=out, flush=True)
+            outcome = _printed(text, out, outcome)
     if arguments is None:
         gc.freeze()  # the process ends: collecting torch's objects once more would take 0.3 s
     return outcome.exit_code
 
 
+def _printed(text: str, out: TextIO, outcome: Outcome) -> Outcome:
+    """Print the result, and return the outcome: that of a full disk if the command itself has succeeded."""
+    try:
+        print_result(text, out)
+    except StorageError as error:
+        failed = error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
+        return outcome if outcome.exit_code else failed
+    return outcome
+
+
 def _run(words: list[str]) -> Outcome:
     """Parse and run; turn every exception into an outcome."""
     try:
+        if not os.path.isdir(os.curdir):
+            raise UsageError("the current folder was removed. Change to another one, and run it again.")
         # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
         work = program.main(words, prog_name="torchlake", standalone_mode=False)
         if work == 128 + signal.SIGINT:
@@ -84,7 +100,8 @@ def _run(words: list[str]) -> Outcome:
             error.message = f"{error.message.rstrip('.')}.{hint}"
         show = getattr(error, "show", None)
         if callable(show):
-            show(file=sys.stderr)
+            with suppress(OSError):
+                show(file=sys.stderr)
         return error_outcome(error, error.format_message(), UsageError.exit_code)
     except (KeyboardInterrupt, Interrupted) as error:
         return stop_outcome(error, words)
@@ -98,7 +115,7 @@ def _run(words: list[str]) -> Outcome:
         if known is not None:
             log.debug("%s", type(error).__name__, exc_info=True)
             return error_outcome(known, str(known), known.exit_code, shown=f"error: {known}")
-        print(redacted(traceback.format_exc()), file=sys.stderr)
+        print_error(redacted(traceback.format_exc()))
         message = (
             f"{type(error).__name__}: {error}\nThis is a fault in torchlake, not in your input. Please report it with "
             "the traceback above and the output of `torchlake doctor`."

@@ -1,11 +1,12 @@
 """Begin a write: find what is there already, what an interrupted write left, and what remains to be done.
 
 A job whose commit was made is complete. The interrupted write of the same job continues: its plan is stored, and its
-sound parts are kept. In a folder, parts of the last commit are kept as well.
+sound parts are kept. In a folder, parts of the last commit are kept as well. What cannot fit on the disk ends here.
 """
 
 import errno
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torchlake.outputs.compatibility import (
 )
 from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record, is_result, needs_new_id
 from torchlake.outputs.records import last_job, read_record
-from torchlake.outputs.staging.kept import check_free_space, damage, keep_sound_parts
+from torchlake.outputs.staging.kept import damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
 from torchlake.outputs.target import Snapshot, Target, as_table
 from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
@@ -141,7 +142,7 @@ def _begin_leased(found: FoundAtTarget, state: JobState) -> Transaction:
     if not (found.target.staged or is_url(write.parts.location)):
         atomic_io.make_folder(Path(write.parts.location))
     keep_sound_parts(write, found.published)
-    check_free_space(write)
+    _check_free_space(write)
     return write
 
 
@@ -302,3 +303,15 @@ def _stored_plan(write: Transaction) -> dict[str, Any]:
         "positions": dict(write.request.positions),
         "table_id": write.table_id,
     }
+
+
+def _check_free_space(write: Transaction) -> None:
+    """Raise OutputError if the job certainly does not fit: every output takes more than 8 bytes per row."""
+    if is_url(write.parts.location):
+        return
+    needed = 8 * sum(chunk.rows for chunk in write.pending)
+    free = shutil.disk_usage(write.parts.location).free
+    if free < needed:
+        raise OutputError(
+            f"{write.target.shown}: needs at least {needed:,} bytes, but {free:,} are free. Make room first."
+        )

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -116,7 +117,8 @@ def _leave() -> None:
     """Exit without interpreter shutdown, which takes a second with torch loaded."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):  # a full disk
+                stream.flush()
     os._exit(0)
 
 

@@ -110,7 +110,8 @@ def _conflict(folder: Path, job: Job) -> str | None:
         old, now = (flat(each.model_dump(mode="json")) for each in (before, job))
         differing = continuing.refused_changes(differing, old, now)
         if not differing:
-            return _ended(folder, job)
+            result = atomic_io.read_json(folder / RESULT) if (folder / RESULT).exists() else {}
+            return continuing.why_ended(str(folder), result, job.train)
         return (
             f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\n"
             "To train the changed job, name another run folder (--run FOLDER), or let one be chosen (--run auto). "
@@ -125,21 +126,6 @@ def _conflict(folder: Path, job: Job) -> str | None:
         f"{folder}: the folder is not a run folder ({JOB_FILE} is missing), and it is not empty (it holds "
         f"{foreign[0]!r}). Name a new folder (--run FOLDER)."
     )
-
-
-def _ended(folder: Path, job: Job) -> str | None:
-    """Return why a finished run would not continue although its job is longer now; None if it would or is not
-    finished."""
-    result = atomic_io.read_json(folder / RESULT) if (folder / RESULT).exists() else {}
-    if result.get("stopped_by") == "patience":
-        return (
-            f"{folder}: the run stopped because its validations no longer improved (train.patience="
-            f"{job.train.patience}), so more train.epochs or train.max_steps would not continue it. Train again in "
-            "another run folder (--run FOLDER)."
-        )
-    if job.train.max_steps is not None and result.get("steps", 0) >= job.train.max_steps:
-        return f"{folder}: has reached train.max_steps={job.train.max_steps}. Raise it as well, or set it to null."
-    return None
 
 
 def _differences(before: Job, now: Job) -> list[str]:

@@ -7,13 +7,11 @@ check all of them by content, and to try failed rows again.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.errors import OutputError
 from torchlake.outputs.compatibility import JobSpec
 from torchlake.outputs.parts import Part, PartFolder, part_name, part_of_entry
 from torchlake.outputs.records import parts_of
@@ -77,18 +75,6 @@ def keep_sound_parts(write: Transaction, published: JobSpec | None) -> None:
     covered = {chunk for part in kept for chunk in part.all_chunks}
     write.done = kept
     write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in covered)
-
-
-def check_free_space(write: Transaction) -> None:
-    """Raise OutputError if the job certainly does not fit: every output takes more than 8 bytes per row."""
-    if is_url(write.parts.location):
-        return
-    needed = 8 * sum(chunk.rows for chunk in write.pending)
-    free = shutil.disk_usage(write.parts.location).free
-    if free < needed:
-        raise OutputError(
-            f"{write.target.shown}: needs at least {needed:,} bytes, but {free:,} are free. Make room first."
-        )
 
 
 def _remove_orphans(write: Transaction, expected: Mapping[str, Chunk]) -> None:

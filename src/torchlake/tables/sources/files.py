@@ -130,6 +130,8 @@ def local_path(place: str | os.PathLike[str], *, literal: bool = False) -> str:
     source = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(source, str):
         raise UsageError(f"expected a path, a URL or a name, got {source!r:.80}")
+    if not source.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in source):
+        raise UsageError(f"{source!a}: is not UTF-8. Rename it, or run Python in UTF-8 mode (PYTHONUTF8=1).")
     if host := re.match(r"file://(?!localhost/)([^/]+)", source):
         raise TableError(
             f"{source}: names the host {host[1]!r}. The URL of a local path has three slashes: file:///path."
