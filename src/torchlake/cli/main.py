@@ -84,8 +84,7 @@ def _printed(text: str, out: TextIO, outcome: Outcome) -> Outcome:
 def _run(words: list[str]) -> Outcome:
     """Parse and run; turn every exception into an outcome."""
     try:
-        if not os.path.isdir(os.curdir):
-            raise UsageError("the current folder was removed. Change to another one, and run it again.")
+        _check_current_folder()
         # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
         work = program.main(words, prog_name="torchlake", standalone_mode=False)
         if work == 128 + signal.SIGINT:
@@ -121,6 +120,13 @@ def _run(words: list[str]) -> Outcome:
             "the traceback above and the output of `torchlake doctor`."
         )
         return error_outcome(error, message, TorchlakeError.exit_code, shown=f"error: {message}")
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was removed. Change to another one, and run it again.") from None
 
 
 def _wrong_value(error: typer.TyperException) -> UsageError | None:
