@@ -349,6 +349,9 @@ def test_partitions_of_any_value(output: Output, tmp_path: Path) -> None:
     assert found is not None
     by_id = {row["id"]: row["p"] for row in found.to_pylist()}
     assert by_id == {one: value or (None if output.kind.empty_is_null else value) for one, value in enumerate(values)}
+    said = output.run(source, partition_by=["p", "id"]) or {}
+    assert "is partitioned by ['p']; leave partition_by out." in said["error"]
+    assert output.computed(source, partition_by=["p"]) == 0
 
 
 def values(column: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from torchlake.outputs.finished import FoundAtTarget, commit_id, finished_record
 from torchlake.outputs.records import last_job, read_record
 from torchlake.outputs.staging.kept import damage, keep_sound_parts
 from torchlake.outputs.staging.state import JobState, state_of
-from torchlake.outputs.target import Snapshot, Target, as_table
+from torchlake.outputs.target import Snapshot, Target, as_table, refuse_other_partitions
 from torchlake.outputs.transaction import Transaction, WriteRequest, check_positions
 from torchlake.storage.urls import is_url
 from torchlake.tables.plan import InputFile, plan_from_json, plan_to_json
@@ -162,6 +162,8 @@ def _transaction(found: FoundAtTarget, state: JobState, job: JobSpec, name: str,
 
 def _completed(found: FoundAtTarget, record: dict[str, Any]) -> Transaction:
     state, name, job = state_of(found.target), record.get("commit", ""), found.job
+    if found.target.options.partition_by:
+        refuse_other_partitions(found.target.shown, found.target.partition_by, found.target.options)
     if record["plan"] != job.plan.id:  # its parts have the chunk numbers of its own plan
         stored = read_record(found.target, name, plan=True)
         job = job if stored is None else job._replace(plan=plan_from_json(stored))

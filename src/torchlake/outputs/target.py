@@ -234,6 +234,11 @@ def check_existing(
             f"{shown}: the table has rows that this job did not write. Add to them with mode append, replace "
             "them with mode overwrite, or give another output."
         )
+    refuse_other_partitions(shown, partitions, options)
+
+
+def refuse_other_partitions(shown: str, partitions: Sequence[str], options: TargetOptions) -> None:
+    """Raise UsageError if the options name other partition columns than those that the table has."""
     if options.partition_by and [*options.partition_by] != [*partitions]:
         raise UsageError(f"{shown}: is partitioned by {[*partitions] or 'nothing'}; leave partition_by out.")
 
