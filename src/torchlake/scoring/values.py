@@ -40,9 +40,27 @@ def _to_array(spec: TaskSpec, values: Sequence[Any]) -> tuple[pa.Array, dict[int
     if all(value is None or isinstance(value, str) for value in values):
         return _to_column(spec, values)
     try:
-        return pa.array(values), {}
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        return array_of(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise UsageError(f"The values of a column are not of one type: {error}") from error
+
+
+def array_of(values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
+    """Return values of any type as an array, and errors of rows with strings that are not Unicode, which are null.
+
+    Whole numbers that int64, or a column of fractions, does not hold exactly become fractions. Raises ArrowInvalid,
+    ArrowTypeError and OverflowError.
+    """
+    try:
+        return pa.array(values), {}
+    except UnicodeEncodeError:
+        bad = {row: "bad_utf8" for row, value in enumerate(values) if not _is_unicode(value)}
+        kept = [None if row in bad else value for row, value in enumerate(values)]
+        return (pa.array(kept) if len(bad) < len(values) else from_strings(kept)), bad
+    except (pa.ArrowInvalid, OverflowError):
+        if not all(value is None or type(value) in (int, float) for value in values):
+            raise
+        return pa.array([None if value is None else float(value) for value in values]), {}
 
 
 def _to_column(spec: TaskSpec, texts: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
@@ -95,9 +113,13 @@ def _or_none(value: Any) -> Any:
     return None if missing else value
 
 
-def _is_unicode(text: str) -> bool:
+def _is_unicode(value: Any) -> bool:
+    """Return whether all strings are, also those in lists and mappings."""
+    if not isinstance(value, str):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return not isinstance(parts, list | tuple) or all(map(_is_unicode, parts))
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:  # an unpaired surrogate
         return False
     return True

@@ -23,6 +23,7 @@ from misbehaving import KILLER, misbehave
 from torchlake.engines.local import Local
 from torchlake.errors import TableError, UsageError
 from torchlake.outputs.staging.folders import staging_of
+from torchlake.scoring.values import array_of
 from torchlake.scoring.workers import chunks
 
 TEXTS = [*tiny.reviews(30)["text"].to_pylist(), None, "", "  ", "good " * 500]
@@ -131,6 +132,18 @@ def test_what_has_no_rows_of_texts_is_refused(tiny_model: Path, given: Any, word
     with pytest.raises((UsageError, TableError)) as raised:
         tl.load(tiny_model)(given)
     assert words in str(raised.value)
+
+
+def test_numbers_and_words_of_any_kind_are_columns() -> None:
+    """Arrow refuses whole numbers above those of int64, and beside fractions from 2^53 on."""
+    for numbers in ([1 << 70, None], [(1 << 53) + 1, 0.5], [-(1 << 64)]):
+        array, errors = array_of(numbers)
+        assert (array.to_pylist(), errors) == ([None if each is None else float(each) for each in numbers], {})
+    words, errors = array_of([["a"], ["b", "\ud800"], None])
+    assert (words.to_pylist(), errors) == ([["a"], None, None], {1: "bad_utf8"})
+    assert array_of([{"a": "\ud800"}, {"a": "b"}])[1] == {0: "bad_utf8"}
+    with pytest.raises(OverflowError):
+        array_of([1 << 70, True])
 
 
 def test_a_loaded_model_reads_nothing_more_from_its_folder(tiny_bert: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def test_errors_of_rows_do_not_repeat_the_row() -> None:
     }.items():
         assert without_data(error, spec) == words
     with pytest.raises(Refused, match="^row 1, column 'age': expected a number, got an object$"):
-        _others("age", [1, {SECRET: 1}], number=True)
+        _others("age", [1, {SECRET: 1}], {}, number=True)
 
 
 def parquet(*columns: pa.Array) -> bytes:
@@ -201,9 +201,41 @@ def test_tables_that_cannot_be_read_are_mistakes_of_the_client(classes: Running,
     assert (response.status_code, response.json()["error_code"]) == (400, "BAD_REQUEST")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda: pa.array(["a" * 1_700_000] * 40, pa.string_view()),
+        lambda: pa.array([["a" * 1_700_000]] * 40),
+        lambda: pa.array([{"bytes": b"a" * 1_700_000, "path": None}] * 40),
+        lambda: pa.array([["a"] * 2_000_000]),
+    ],
+    ids=["view", "list", "struct", "many"],
+)
+def test_parquet_files_that_would_grow_in_other_types_are_refused(
+    classes: Running, values: Callable[[], pa.Array]
+) -> None:
+    body, headers = parquet(values()), {"content-type": "application/vnd.apache.parquet"}
+    assert len(body) < 10_000
+    response = classes.client.post("/invocations", content=body, headers=headers)
+    assert (response.status_code, "more than 64" in response.text or "much larger" in response.text) == (413, True)
+
+
+def test_words_that_are_not_unicode_are_errors_of_their_rows() -> None:
+    errors: dict[int, str] = {}
+    assert _others("words", [["a"], ["\ud800", "b"], None], errors, number=False).to_pylist() == [["a"], None, None]
+    assert errors == {1: "bad_utf8"}
+    assert _others("words", [["\ud800"]], errors, number=False).to_pylist() == [None]
+
+
 def test_numbers_above_those_of_int64_are_numbers() -> None:
     """As in `predict`, which reads a column of uint64."""
-    assert _others("n", [(1 << 64) - 1, None, 7], number=True).cast(pa.float64()).to_pylist() == [2.0**64, None, 7.0]
+    assert _others("n", [(1 << 64) - 1, None, 7], {}, number=True).cast(pa.float64()).to_pylist() == [
+        2.0**64,
+        None,
+        7.0,
+    ]
+    assert _others("n", [0.5, (1 << 53) + 1], {}, number=True).to_pylist() == [0.5, 2.0**53]
+    assert _others("n", [-(1 << 70)], {}, number=True).to_pylist() == [-(2.0**70)]
 
 
 def test_no_address_is_that_of_the_header_host(classes: Running) -> None:

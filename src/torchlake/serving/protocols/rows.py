@@ -21,6 +21,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import TableError, TorchlakeError
 from torchlake.scoring.options.call import CallOptions
 from torchlake.scoring.options.table import checked_input
+from torchlake.scoring.values import array_of
 from torchlake.serving.exchange import Refused, ServedRequest, parse_json, reply
 from torchlake.tables.arrays import from_strings, is_text
 from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records, header_of
@@ -30,7 +31,6 @@ from torchlake.tasks._inputs import columns_of
 
 OPTIONS = ("params", "parameters")
 PARQUET = ("application/vnd.apache.parquet", "application/x-parquet")
-BINARY = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 CLIENT_ERRORS = {
     "null_input": (400, "Empty"),
     "too_long": (422, "Validation"),
@@ -188,26 +188,38 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         file = pq.ParquetFile(io.BytesIO(body))
         _check_rows(file.metadata.num_rows, limit)
         names = [name for name in spec.input_columns if name in file.schema_arrow.names]
-        size = sum(file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
-        if size > 64 * max(len(body), 1 << 20):
+        groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
+        most, size = 64 * max(len(body), 1 << 20), sum(group.total_byte_size for group in groups)
+        parts = [group.column(at) for group in groups for at in range(group.num_columns)]
+        read = [part for part in parts if part.path_in_schema.startswith((*names,))]
+        size += sum(64 * part.num_values for part in read)  # a list of one row may have millions
+        if size > most:
             raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
-        # Strings stay in dictionaries until their length is known: one long value may stand in every row.
-        kinds = {name: file.schema_arrow.field(name).type for name in names}
-        plain = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
-        texts = [name for name, kind in plain.items() if kind in BINARY]
-        table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=texts, use_threads=False)
-        for name in texts:
-            lengths = pa.compute.binary_length(table[name].combine_chunks().dictionary)
-            longest = pa.compute.max(lengths).as_py() or 0
-            if longest * len(table) > 64 * max(len(body), 1 << 20):
+        # First with strings in dictionaries, to know their length: one long value may stand in every row.
+        strings = [part.path_in_schema for part in read if part.physical_type == "BYTE_ARRAY"]
+        table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=strings, use_threads=False)
+        for name in names:
+            if sum(_bytes_of_strings(chunk) for chunk in table[name].chunks) > most:
                 raise Refused(413, f"{name}: its values are much larger than the body")
-        return {name: _values(table[name], plain[name]) for name in names}
+        table = pq.read_table(io.BytesIO(body), columns=names, use_threads=False)
+        return {name: _values(table[name]) for name in names}
     except (pa.ArrowException, OSError, ValueError, KeyError):
         raise Refused(400, f"{PARQUET[0]}: this is not a Parquet file that can be read") from None
 
 
-def _values(column: pa.ChunkedArray, kind: pa.DataType) -> list[Any]:
+def _bytes_of_strings(array: pa.Array) -> int:
+    """Return how many bytes the strings of dictionaries have at most, also those in lists and structs."""
+    if pa.types.is_dictionary(array.type):
+        return len(array) * (pa.compute.max(pa.compute.binary_length(array.dictionary)).as_py() or 0)
+    if not pa.types.is_nested(array.type):
+        return 0
+    flat = array.flatten()  # a list for each field of structs
+    return sum(map(_bytes_of_strings, flat)) if isinstance(flat, list) else _bytes_of_strings(flat)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
     """Return a column's values; what is not UTF-8 keeps its bytes as halves of surrogates, an error of its row."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not is_text(kind):
         return list(column.to_pylist())
     stored = column.cast(kind).cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
@@ -232,7 +244,7 @@ def _as_table(columns: Mapping[str, Any], spec: TaskSpec) -> tuple[pa.Table, dic
         elif kind == TEXT or all(value is None or isinstance(value, str) for value in values):
             arrays[name] = as_texts(values, errors, lambda row, name=name: f"row {row}, column {name!r}")  # type: ignore[misc]
         else:
-            arrays[name] = _others(name, values, number=kind == NUMBER)
+            arrays[name] = _others(name, values, errors, number=kind == NUMBER)
     return pa.table(arrays), errors
 
 
@@ -268,15 +280,16 @@ def _images(name: str, values: Sequence[Any], errors: dict[int, str]) -> pa.Arra
     return pa.array(found, pa.large_binary())
 
 
-def _others(name: str, values: Sequence[Any], *, number: bool) -> pa.Array:
+def _others(name: str, values: Sequence[Any], errors: dict[int, str], *, number: bool) -> pa.Array:
     wrong = next((row for row, value in enumerate(values) if number and isinstance(value, list | dict)), None)
     if wrong is not None:
         raise Refused(400, f"row {wrong}, column {name!r}: expected a number, got {_kind(values[wrong])}", field=name)
-    # Arrow takes no int above 2**63 of Python; uint64 columns and JSON have them.
-    if number and any(isinstance(value, str) or (isinstance(value, int) and value >= 1 << 63) for value in values):
+    if number and any(isinstance(value, str) for value in values):
         values = [value if value is None or isinstance(value, str) else str(value) for value in values]
     try:
-        return pa.array(values)
+        array, bad = array_of(values)
+        errors.update(bad)
+        return array
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         kinds = sorted({_kind(value) for value in values})
         raise Refused(
