@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.features import INPUT_IDS, Features
-from torchlake.errors import DataError
+from torchlake.errors import DataError, TableError
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.tables.arrays import from_strings
+from torchlake.tables.arrays import from_strings, is_text
 from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, _spans, _windows
 from torchlake.tasks._inputs import columns_of
 from torchlake.tasks._null_rows import NULL_INPUT
@@ -124,6 +124,12 @@ class TokenClassification(WindowedTask):
         """Return the tokens of texts in windows, and where each word starts and ends, at its deciding token."""
         texts = inputs["text"]
         lists = _spans.is_list(texts.type)
+        held = texts.type.value_type if lists else texts.type
+        held = held.value_type if pa.types.is_dictionary(held) else held
+        if not (is_text(held) or pa.types.is_null(held)):
+            raise TableError(
+                f"the column {spec.text!r} holds {texts.type}, not strings or lists of words; name another."
+            )
         rows: list[Any] = texts.to_pylist()
         if lists:
             rows = [["" if word is None else word for word in words] for words in rows]

@@ -22,7 +22,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import from_arrow
-from torchlake.errors import DataError
+from torchlake.errors import DataError, TableError
 from torchlake.tasks import ColumnOptions, _spans, _windows
 from torchlake.tasks.question_answering import task as answering
 from torchlake.tasks.token_classification import task as tagging
@@ -146,6 +146,12 @@ def test_a_string_is_cut_into_words_at_blanks(kind: str) -> None:
     assert made.arrays["input_ids"].values.tolist() == listed.arrays["input_ids"].values.tolist()
     deciding = [np.flatnonzero(one.arrays["starts"].values >= 0).tolist() for one in (made, listed)]
     assert deciding[0] == deciding[1]
+
+
+@pytest.mark.parametrize("column", [pa.array([[1, 2]]), pa.array([3]), pa.array([[["a"]]])], ids=str)
+def test_a_column_without_texts_is_refused(column: pa.Array) -> None:
+    with pytest.raises(TableError, match="the column 'text' holds .*, not strings or lists of words; name another"):
+        tagging.features({"text": column}, None, SPEC)
 
 
 def test_a_row_of_windows_is_computed_as_its_windows(tiny_bert: Path) -> None:
