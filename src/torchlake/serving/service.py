@@ -7,7 +7,6 @@ model, whose memory is freed after the last of them; until then both are loaded.
 import asyncio
 import hashlib
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -173,7 +172,7 @@ def identity(source: str) -> tuple[Any, ...] | None:
     """Return what tells a model folder from another one at the same path; None while there is none."""
     try:
         folder = Path(folders.model_folder(source)).resolve()
-        parts = [(entry.name, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
+        parts = [(str(path), path.stat()) for path in folder.rglob("*") if path.is_file()]  # modules have folders
     except (TorchlakeError, OSError):
         return None
     return str(folder), *sorted((name, it.st_ino, it.st_size, it.st_ctime_ns) for name, it in parts)

@@ -34,7 +34,7 @@ from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack
 from torchlake.serving import asgi
 from torchlake.serving.process import _supervise, listen
-from torchlake.serving.service import renew
+from torchlake.serving.service import identity, renew
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -421,6 +421,16 @@ def test_a_new_model_replaces_the_old_one_or_is_refused(tiny_bert: Path, tmp_pat
 
         service.load = broken
         assert not asyncio.run(renew(service))
+
+
+def test_a_change_in_a_folder_of_the_model_is_seen(tmp_path: Path) -> None:
+    """The modules of an embedding model have folders of their own."""
+    folder = tiny.build_embedder(tmp_path / "embedder")
+    before = identity(str(folder))
+    assert identity(str(folder)) == before
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.write_text(pooling.read_text() + " ")
+    assert identity(str(folder)) != before
 
 
 @pytest.mark.parametrize(
