@@ -32,6 +32,8 @@ from torchlake.tables.sources.files import local_path
 
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 OPEN = ("/health", "/ping")
+VERTEX = ("AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE")
+"Variables with the routes of Vertex AI."
 
 
 def app(model: str | Path, *, options: ServeOptions | None = None, **load_options: Any) -> FastAPI:
@@ -89,7 +91,10 @@ def writes_text(model: str | Path, task: str) -> UsageError:
 
 def routes(*, page: bool) -> list[Route]:
     """Return all routes."""
-    predict, health = os.environ.get("AIP_PREDICT_ROUTE"), os.environ.get("AIP_HEALTH_ROUTE")
+    predict, health = (os.environ.get(name) for name in VERTEX)
+    for name in VERTEX:
+        if not (os.environ.get(name) or "/").startswith("/"):
+            raise UsageError(f"{name}: expected a path that begins with /, got {os.environ[name]!r}")
     found: list[Route] = [
         ("/invocations", "POST", rows.invocations, rows.SCHEMA),
         *tei.routes(),

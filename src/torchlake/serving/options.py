@@ -1,6 +1,7 @@
 """The options of a server, declared once: the command line has those with an `Option`, with the same defaults."""
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torchlake.config.options import Option
 from torchlake.errors import UsageError
 
 _serving = partial(Option, "Serving")
+ORIGIN = re.compile(r"\*|null|[\w.+-]+://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,12 @@ class ServeOptions:
         _ = self.body_bytes  # or every request would be refused
         if self.api_key is None and not self.page:  # the page is for this machine
             object.__setattr__(self, "api_key", os.environ.get("TORCHLAKE_API_KEY"))
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise UsageError("The API key must be printable ASCII characters, at least one.")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+            raise UsageError("The API key must be printable ASCII characters, at least one, with no spaces around.")
+        wrong = next((one for one in self.allow_origin if not ORIGIN.fullmatch(one)), None)
+        if wrong is not None:  # browsers never send it
+            raise UsageError(f"allow_origin: {wrong!r} is not an origin. Write it without a path: https://example.org.")
 
     def refuse(self, names: Iterable[str], instead: str) -> None:
         """Raise UsageError, with what to do `instead`, if an option of these does not have its default."""

@@ -23,6 +23,7 @@ import torchlake as tl
 from scoring_runs import near
 from serving_runs import Running, running
 from torchlake.models.write import quiet
+from torchlake.serving.asgi import routes
 from torchlake.serving.exchange import Refused
 from torchlake.serving.protocols.rows import _others, without_data
 from training_runs import Inline
@@ -574,6 +575,15 @@ def test_routes_of_vertex_ai(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, 
         refused = server.post(route, {"instances": 7}, headers=key)
         assert (refused.status_code, refused.json()["error_code"]) == (400, "BAD_REQUEST")
         assert 'te_request_failure{err="validation"}' in server.client.get("/metrics", headers=key).text
+
+
+@pytest.mark.parametrize("name", ["AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"])
+def test_routes_of_vertex_ai_that_are_no_paths_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "predict")
+    with pytest.raises(tl.errors.UsageError, match=f"{name}: expected a path that begins with /, got 'predict'"):
+        routes(page=False)
+    monkeypatch.setenv(name, "")
+    assert routes(page=False)
 
 
 def test_models_that_write_are_refused(tiny_gpt2: Path) -> None:

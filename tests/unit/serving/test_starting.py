@@ -26,6 +26,9 @@ def test_a_port_that_is_taken_and_options_that_make_no_sense(capsys: pytest.Capt
         ({"max_rows": 0}, "max_rows: must be at least 1"),
         ({"queue_timeout": 0.0}, "queue_timeout: must be at least 0.001"),
         ({"api_key": ""}, "API key"),
+        ({"api_key": " secret"}, "with no spaces around"),
+        ({"allow_origin": ("https://a.example/",)}, "allow_origin: 'https://a.example/' is not an origin"),
+        ({"allow_origin": ("a.example",)}, "allow_origin: 'a.example' is not an origin"),
         ({"port": 99999}, "port: must be at most 65535"),
         ({"max_body": "large"}, "max_body: 'large' is not an amount"),
     ):

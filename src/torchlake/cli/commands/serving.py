@@ -83,7 +83,7 @@ def load_serving() -> Any:
 def _serve_options(given: Given) -> ServeOptions:
     """Return the options of a server: those given, and the environment's."""
     options, port = given.some(ServeOptions), os.environ.get("AIP_HTTP_PORT", "")
-    if port and not port.isdigit():
+    if port and not port.isdecimal():
         raise UsageError(f"AIP_HTTP_PORT: expected a port, got {port!r}")
     if port:
         options = {"port": int(port), **options}
