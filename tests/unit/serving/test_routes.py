@@ -329,7 +329,7 @@ def test_the_side_that_is_truncated_and_no_truncation(classes: Running) -> None:
         ("/", {"inputs": "a", "parameters": {"top_k": True}}, 422, "Validation", "parameters.top_k: input should be"),
         ("/", {"inputs": "a", "parameters": {"function_to_apply": SECRET}}, 422, "Validation", "function_to_apply"),
         ("/embed", {"inputs": "a"}, 424, "Backend", "not an embedding model"),
-        ("/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend", "not a re-ranker"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend", "not a re-ranker: it reads single texts"),
         ("/nothing", {}, 404, "Validation", "no such route"),
         ("/health", {}, 405, "Validation", "another method"),
     ],

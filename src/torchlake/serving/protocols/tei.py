@@ -108,8 +108,10 @@ async def rerank(used: ServedRequest, body: RerankBody) -> Any:
     spec = used.model.spec
     try:
         column = score_column(spec, None, used.service.name)
-    except UsageError as error:
-        raise Refused(424, f"the model is not a re-ranker: {error}") from None
+    except UsageError:  # its words are about options of `rank`
+        several = f"which of its classes {', '.join(labels_of(spec))} relevant texts have is not known; use /predict"
+        why = "it reads single texts" if spec.text_pair is None else several
+        raise Refused(424, f"the model is not a re-ranker: {why}") from None
     if not body.query.strip() and used.model._settings.null == "error":
         raise Refused(400, "query: it has no text", kind="Empty", field="query")
     errors: dict[int, str] = {}
