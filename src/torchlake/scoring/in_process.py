@@ -128,7 +128,10 @@ class Model:
         return vectors
 
     def close(self) -> None:
-        """Free the model's memory. Calls in other threads finish first."""
+        """Free the model's memory.
+
+        Calls in other threads finish first if their rows have been read, else they raise UsageError.
+        """
         self.reader.close()
         self.batcher.close()
         scorer, self._scorer = self._scorer, None
