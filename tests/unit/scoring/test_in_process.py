@@ -57,8 +57,10 @@ def test_the_answers_are_the_rows_that_predict_writes(
 
 
 def test_a_number_is_predicted_in_the_units_of_the_labels(regression: Path) -> None:
-    predicted = tl.predict(regression, pa.table({"text": TEXTS[:5]}))
-    assert tl.load(regression)(TEXTS[:5]) == predicted.drop_columns("text").to_pylist()
+    predicted = tl.predict(regression, pa.table({"text": TEXTS[:5]})).drop_columns("text").to_pylist()
+    # The batches differ, and so may the last bit.
+    expected = [{**row, "prediction": pytest.approx(row["prediction"], rel=1e-6)} for row in predicted]
+    assert tl.load(regression)(TEXTS[:5]) == expected
 
 
 def test_one_string_has_one_answer_and_bad_texts_have_errors(tiny_model: Path) -> None:
