@@ -18,7 +18,7 @@ import scoring_runs
 import tiny
 import torchlake as tl
 from mapping import SCHEMA
-from torchlake.errors import FingerprintError, TableError, TooManyErrors, UsageError
+from torchlake.errors import FingerprintError, RowErrors, TableError, TooManyErrors, UsageError
 from torchlake.jobs.worker.isolation import run_isolated
 from torchlake.tables.verification.verify import verify
 
@@ -94,6 +94,24 @@ def test_rows_that_raise_are_error_rows_and_others_are_not(tmp_path: Path) -> No
         failed = text == mapping.RAISER
         assert output[row]["upper"] == (None if failed else text.upper())
         assert output[row]["error"] == ("ValueError: this text raises" if failed else None)
+
+
+def test_a_row_whose_error_is_not_unicode_fails_alone(tmp_path: Path) -> None:
+    """With unpaired surrogates, as in a message with a file name that is not UTF-8."""
+    bad = {1: ValueError("no file caf\udce9"), 3: RowErrors({0: "half \ud83d"})}
+
+    def run(batch: pa.Table) -> pa.Table:
+        for row in batch["id"].to_pylist():
+            if row in bad:
+                raise bad[row]
+        return pa.table({"n": batch["id"]})
+
+    pq.write_table(pa.table({"id": range(5)}), tmp_path / "in.parquet")
+    given = {"schema": {"n": pa.int64()}, "key": "id", "version": "1", "max_error_rate": 1.0, "batch_rows": 1}
+    tl.map(lambda: run, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here(), **given)
+    rows = pq.read_table(tmp_path / "out").to_pydict()
+    assert rows["n"] == [0, None, 2, None, 4]
+    assert rows["error"] == [None, "ValueError: no file caf\\udce9", None, "half \\ud83d", None]
 
 
 def test_a_complete_job_shows_the_failed_rows_of_the_chunks_that_it_kept(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def run_isolated(
         except not_of_a_row:
             raise
         except RowErrors as named:
-            errors |= {int(batch[position]): reason for position, reason in named.reasons.items()}
+            errors |= {int(batch[position]): _storable(reason) for position, reason in named.reasons.items()}
             if len(named.reasons) < len(batch):
                 pending.append(np.delete(batch, list(named.reasons)))
         except Exception as error:
@@ -64,7 +64,12 @@ def run_isolated(
 
 def describe(error: Exception) -> str:
     """Return an exception as the error of a row."""
-    return f"{type(error).__name__}: {error}"[:500]
+    return _storable(f"{type(error).__name__}: {error}"[:500])
+
+
+def _storable(reason: str) -> str:
+    """Return a reason that can be written as UTF-8: a file name in a message may have unpaired surrogates."""
+    return reason.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def device_is_lost(error: Exception) -> bool:
