@@ -31,7 +31,6 @@ from torchlake.models import folders
 from torchlake.outputs.find import output_of
 from torchlake.outputs.transaction import Transaction
 from torchlake.scoring.options.settings import known_spec, with_columns
-from torchlake.scoring.options.table import refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy
@@ -44,6 +43,8 @@ SCORES = ".scores"
 "Added to the name of the output: the folder with the scores."
 SCORE, RANK = "score", "rank"
 WRITTEN = ("truncated", "error")
+PREFIX = "predicted "
+"Of the predictions for a frame, whose own columns may be `label` or `prob_1`."
 NEGATIVE = ("0", "false", "LABEL_0")
 "Names of the first of two classes with which the second one is that of relevant documents."
 FOLDER = "which writes a Parquet folder; append its rows to a table with a query engine"
@@ -107,6 +108,7 @@ def rank(
         return _rank_frame(table, scoring, query, score)
     if output is None:
         raise UsageError("rank: a stored table needs an output: rank(model, table, output).")
+    _refuse_own([*([] if key is None else [key]), query, *columns])
     scores = str(output).rstrip("/") + SCORES
     scored: Scored = scoring(table, scores, key=key, columns=list(dict.fromkeys([query, *columns])))
     # The rows were scored within the limit of errors.
@@ -142,6 +144,8 @@ def score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
 
 def ranks_of(queries: pa.ChunkedArray, scores: np.ndarray) -> np.ndarray:
     """Return the rank (N,) int32 of each row among those of its query, by score (N,), highest first; NaN: 0."""
+    if pa.types.is_dictionary(queries.type):  # it may have a value twice
+        queries = queries.cast(queries.type.value_type)
     numbers = queries.combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
     order = np.lexsort((np.arange(len(scores)), -scores, np.isnan(scores), numbers))
     in_order = numbers[order]
@@ -157,13 +161,23 @@ def _scores(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray(column.to_numpy(), dtype=np.float32)
 
 
+def _refuse_own(names: Sequence[str]) -> None:
+    """Raise UsageError for a column of the input with a name of a column that rank adds; case does not matter."""
+    own = next((name for name in names if name.casefold() in (SCORE, RANK, *WRITTEN)), None)
+    if own is not None:
+        raise UsageError(
+            f"rank adds the columns {', '.join((SCORE, RANK, *WRITTEN))}: rename the input's column {own!r}, or leave "
+            "it out."
+        )
+
+
 def _rank_frame(frame: Any, scoring: Any, query: str, score: str) -> Any:
     """Return the frame with `score` and `rank`."""
     table = to_arrow(frame)
-    refuse_collisions([*table.column_names, SCORE, RANK], [SCORE, RANK])
-    scored = scoring(table)
-    ranks = ranks_of(scored[query], _scores(scored[score]))
-    made = table.append_column(SCORE, scored[score])
+    _refuse_own(table.column_names)
+    scored = scoring(table, prefix=PREFIX)
+    ranks = ranks_of(scored[query], _scores(scored[f"{PREFIX}{score}"]))
+    made = table.append_column(SCORE, scored[f"{PREFIX}{score}"])
     made = made.append_column(RANK, from_numpy(ranks, null=ranks == 0))
     for name in WRITTEN:
         made = made.append_column(name, scored[name])

@@ -121,6 +121,35 @@ def test_ranks_of_equal_and_missing_scores() -> None:
     assert ranks_of(queries.slice(0, 0), scores[:0]).tolist() == []
 
 
+@pytest.mark.parametrize("index", [pa.int32(), pa.uint32()], ids=["int32", "uint32"])
+def test_queries_of_a_dictionary_are_compared_by_their_values(index: pa.DataType) -> None:
+    """A dictionary may have a value twice; the categories of polars have unsigned indices."""
+    queries = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, None, 1], index), pa.array(["a", "b", "a"]))
+    scores = np.array([0.1, 0.2, 0.3, 0.4, 0.5], dtype=np.float32)
+    assert ranks_of(pa.chunked_array([queries]), scores).tolist() == [2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("own", ["rank", "Score"])
+def test_columns_with_the_names_of_its_own_are_refused(model: Path, tmp_path: Path, own: str) -> None:
+    """The output had two columns `rank`; the advice was an option that rank does not have."""
+    table = candidates().append_column(own, pa.array(range(24)))
+    pq.write_table(table, tmp_path / "in.parquet")
+    given = {"query": "query", "document": "passage", "engine": HERE}
+    for arguments in ({"key": own}, {"columns": [own]}):
+        with pytest.raises(UsageError, match=f"rank adds the columns .* rename the input's column '{own}'"):
+            tl.rank(model, tmp_path / "in.parquet", tmp_path / "out", **given, **arguments)
+    with pytest.raises(UsageError, match=f"rename the input's column '{own}'"):
+        tl.rank(model, table, **given)
+
+
+def test_a_frame_may_have_columns_with_the_names_of_predictions(model: Path) -> None:
+    table, given = candidates(), {"query": "query", "document": "passage", "engine": HERE}
+    judged = table.append_column("label", pa.array(range(24))).append_column("prob_1", pa.array(range(24)))
+    ranked = tl.rank(model, judged, **given)
+    assert ranked["label"].to_pylist() == ranked["prob_1"].to_pylist() == list(range(24))
+    assert ranked["rank"].equals(tl.rank(model, table, **given)["rank"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -91,5 +91,6 @@ def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
     if twice:
         raise UsageError(
             f"The column {twice[0]!r} is both in the input and predicted. "
-            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
+            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_), or rename the "
+            "column."
         )
