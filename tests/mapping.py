@@ -53,6 +53,10 @@ def make_renamer() -> Function:
     return lambda batch: pa.table({"n": batch["words"]})
 
 
+def make_numbers() -> Function:
+    return lambda batch: pa.table({"n": batch["id"]})
+
+
 COPY = {"text": pa.string(), "label": pa.string()}
 
 

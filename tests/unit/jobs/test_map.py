@@ -114,6 +114,20 @@ def test_a_row_whose_error_is_not_unicode_fails_alone(tmp_path: Path) -> None:
     assert rows["error"] == [None, "ValueError: no file caf\\udce9", None, "half \\ud83d", None]
 
 
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()], ids=str)
+def test_new_input_may_have_other_types_of_strings(tmp_path: Path, kind: pa.DataType) -> None:
+    """As polars writes them, and deltalake where it deletes rows: it was taken for another job."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    given = {"schema": {"n": pa.int64()}, "key": "text", "columns": ["id"], "version": "1", "engine": tiny.Here()}
+    for name, type in (("a", pa.string()), ("b", kind)):
+        rows = {"id": range(3), "text": pa.array([f"{name}{row}" for row in range(3)], type)}
+        pq.write_table(pa.table(rows), source / f"{name}.parquet")
+        tl.map(mapping.make_numbers, source, out, accept_new_input=True, **given)
+    assert not verify(out).problems
+    assert sorted(tl.open(out).to_table()["text"].to_pylist()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+
+
 def test_a_complete_job_shows_the_failed_rows_of_the_chunks_that_it_kept(tmp_path: Path) -> None:
     """Their numbers are those of the first call, when the input had another file before them."""
     source = tmp_path / "in"

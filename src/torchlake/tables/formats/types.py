@@ -69,6 +69,11 @@ def short(field: pa.Field) -> pa.Field:
     return field.with_type(rebuilt(kind, short))
 
 
+def shortened(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with `short` fields: the same for the same values, whatever library wrote them."""
+    return pa.schema([short(field) for field in schema])
+
+
 def same_name(name: str, names: Sequence[str]) -> str | None:
     """Return which of the names means the same: the name itself, else the only one that differs by case."""
     if name in names:

@@ -20,6 +20,7 @@ from torchlake.storage.folders import folder_at
 from torchlake.storage.urls import is_url
 from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import open_parquet
+from torchlake.tables.formats.types import shortened
 from torchlake.tables.keys import Keys, row_ids
 from torchlake.tables.plan import SAMPLE, Chunk
 from torchlake.tables.reading import ChunkReader
@@ -100,7 +101,7 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
     expected = part["rows"] if part.get("partition") else check.samples * sum(chunk.rows for chunk in chunks)
     if seen.rows != expected:
         seen.problems.append(f"{name}: has {seen.rows:,} rows, but {expected:,} in the plan.")
-    if columns.equals(schema):
+    if shortened(columns).equals(shortened(schema)):
         if chunks:
             seen.file = file
             seen.problems += _check_identity(check, reader, file, chunks, some=bool(part.get("partition")))
