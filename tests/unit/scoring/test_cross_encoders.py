@@ -78,6 +78,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "version 6, short": ("bert", 1, {**version_6(), "tokenizer_config.json": {"model_max_length": 12}}),
     "version 4": ("bert", 1, {"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}}),
     "version 4, its default": ("bert", 1, {"config.json": {"sentence_transformers": {"version": "4.1.0"}}}),
+    "one output, several labels": (
+        *("bert", 1),
+        {"config.json": {"sentence_transformers": {"version": "4.1.0"}, "problem_type": "multi_label_classification"}},
+    ),
     "version 2": ("bert", 1, {"config.json": {"sbert_ce_default_activation_function": f"{NN}.linear.Identity"}}),
     "several outputs": ("bert", 3, version_6(activation_fn=f"{NN}.linear.Identity")),
     "several sigmoids": ("bert", 2, version_6(activation_fn=f"{NN}.activation.Sigmoid")),

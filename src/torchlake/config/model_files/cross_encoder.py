@@ -92,4 +92,4 @@ def _activation(folder: Path, saved: Any, problem: str, *, single: bool) -> str 
             f"{folder}: its CrossEncoder has the activation function {str(given)[:80]!r}; for "
             f"{'one output' if single else 'several outputs'} torchlake supports {', '.join(allowed)} of torch.nn"
         )
-    return named[1] if named[1] in ACTIVATIONS and problem != "multi_label" else None
+    return named[1] if named[1] in ACTIVATIONS and (single or problem != "multi_label") else None
