@@ -10,11 +10,14 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import families
+import tiny
 import training_runs as runs
 from torchlake import plugins
+from torchlake.config.job import load_job
 from torchlake.errors import UsageError
 from torchlake.models import probes
 from torchlake.training.model import kernels
+from torchlake.training.model.traits import find_traits
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 16), (4, 16), (3, 16), (1, 9), (4, 16)]
@@ -234,3 +237,13 @@ def test_the_last_layer_of_a_classifier_computes_its_first_token(kind: str) -> N
 def test_layers_stay_whole_where_more_is_read_or_nothing_can_be_cut(kind: str, head: str) -> None:
     task = plugins.load("tasks", "text_classification")
     assert kernels.find_first_token_part(encoder(kind, head), task, [rows(7), rows(7, 3)]) is None
+
+
+def test_the_last_layer_of_a_longformer_stays_whole(tmp_path: Path) -> None:
+    """It removes the padding to its window after the last layer: also if the sample rows need none."""
+    task, model = plugins.load("tasks", "text_classification"), model_of(tmp_path / "base", "longformer", "classifier")
+    processor = task.load_processor(tmp_path / "base", tiny.SPEC, scoring=False)
+    made, job = probes.features(task, processor, tiny.SPEC), load_job(None, data={"train": "t"}, model={"base": "b"})
+    assert made is not None
+    assert not (made.lengths % 16).any()
+    assert find_traits(model, model, task, made, processor, job, tiny.SPEC, CPU).first_token_part is None
