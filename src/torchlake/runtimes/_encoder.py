@@ -21,7 +21,7 @@ from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import load_weights, refuse_outputs, refuse_unused
+from torchlake.models.load import load_weights, refuse_outputs, refuse_sizes, refuse_unused
 from torchlake.models.spec import EMBEDS
 
 if TYPE_CHECKING:
@@ -190,6 +190,11 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
     config = encoder_config(folder)
     assert config is not None, "refusal() accepts only these model types"
+    if config["hidden_size"] % config["num_attention_heads"]:
+        raise DataError(
+            f"{folder / 'config.json'}: its {config['num_attention_heads']} attention heads cannot share states of "
+            f"{config['hidden_size']} numbers. Copy the file from where the weights are from."
+        )
     body = f"{BODIES.get(config['model_type'], config['model_type'])}."
     stored = load_weights(folder)
     names_of = {name: _current_name(name).removeprefix(body) for name in stored}
@@ -284,7 +289,10 @@ class _TensorReader:
         return self.tensors[name].float()
 
     def linear(self, name: str) -> Linear:
-        return Linear(self(f"{name}.weight"), self(f"{name}.bias"))
+        weight, bias = self(f"{name}.weight"), self(f"{name}.bias")
+        if len(bias) != len(weight):
+            refuse_sizes(self.folder, [(f"{name}.bias", bias.shape, weight.shape[:1])])
+        return Linear(weight, bias)
 
     def norm(self, name: str, eps: float) -> Norm:
         return Norm(self(f"{name}.weight"), self(f"{name}.bias"), eps)

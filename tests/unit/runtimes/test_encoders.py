@@ -1,5 +1,7 @@
 """What `varlen`, `bf16` and `int8` promise beyond agreeing with eager: what is left out, what differs."""
 
+import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +11,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import tiny
 from cpus import needs_bf16, needs_int8
@@ -49,6 +52,20 @@ def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_pat
     np.testing.assert_allclose(
         varlen.load(folder, spec, device="cpu")(input_ids=ids, attention_mask=mask), expected, atol=1e-5
     )
+
+
+def test_weights_that_do_not_fit_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    """Both ended in torch's RuntimeError, of the load or of each row."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("manifest.json", "task.json"):
+        (folder / name).unlink()
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    save_file({**tensors, "classifier.bias": torch.zeros(5)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"lack classifier\.bias of the size 2, .* theirs is 5\."):
+        varlen.load(folder, load_spec(folder), device="cpu")
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 3}))
+    with pytest.raises(DataError, match=r"its 3 attention heads cannot share states of 32 numbers"):
+        varlen.load(folder, load_spec(folder), device="cpu")
 
 
 @pytest.mark.parametrize("buckets", [31, 32, 64])
