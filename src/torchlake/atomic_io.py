@@ -182,17 +182,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """Return an error with the path, the cause, the bytes needed and free, and what to do."""
+def storage_error(error: Exception, path: Path, needed: int | None = None) -> StorageError:
+    """Return an error with the path, the cause, the bytes needed and free, and what to do.
+
+    Libraries that write files themselves have errors of their own, without a number.
+    """
     again = "run the same command again: finished work is kept."
-    if error.errno in WRONG_PATH:
-        return StorageError(f"{path}: {error.strerror}. Name another folder, or make this one writable, and {again}")
+    number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+    if number in WRONG_PATH:
+        return StorageError(f"{path}: {reason}. Name another folder, or make this one writable, and {again}")
     existing = next((parent for parent in [path, *path.parents] if os.path.exists(parent)), Path("/"))
     free = shutil.disk_usage(existing).free
     size = "" if needed is None else f" {needed:,} bytes were to be written,"
     return StorageError(
-        f"{path}: {error.strerror or error};{size} {free:,} bytes are free there. "
-        f"Make room (or restore the folder) and {again}"
+        f"{path}: {reason};{size} {free:,} bytes are free there. Make room (or restore the folder) and {again}"
     )
 
 

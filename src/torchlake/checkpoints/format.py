@@ -217,8 +217,7 @@ def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
             os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
         needed = sum(tensor.nbytes for tensor in plain.values())
-        cause = error if isinstance(error, OSError) else OSError(str(error))
-        raise atomic_io.storage_error(cause, path, needed) from error
+        raise atomic_io.storage_error(error, path, needed) from error
     failpoint(f"{site}.done")
 
 

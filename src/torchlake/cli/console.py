@@ -196,11 +196,9 @@ def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | N
     number, path = error.errno, "" if error.filename is None else os.fsdecode(error.filename)
     reason = error.strerror or str(error)
     if number in STORAGE_ERRORS:
-        return (
-            atomic_io.storage_error(error, Path(path))
-            if path
-            else StorageError(f"{reason}. Make room, and run it again.")
-        )
+        if path:
+            return atomic_io.storage_error(error, Path(path))
+        return StorageError(f"{reason}. Make room, and run it again.")
     if number in REMEDIES and (path or reason != os.strerror(number)):  # pyarrow puts the path into the message
         remedy = REMEDIES[number]
     elif number in NAMED_PATH_REMEDIES and path and any(_concerns(path, one, number) for one in named_paths(words)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from safetensors import SafetensorError
 
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
@@ -87,7 +88,7 @@ def save_model_folder(
 def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
     """Yield an empty folder that, with a manifest, atomically replaces `folder` when the block ends.
 
-    If the block raises, the incomplete folder is removed. Raises StorageError for an OSError.
+    If the block raises, the incomplete folder is removed. Raises StorageError if it cannot be written.
     """
     folder = Path(folder)
     atomic_io.remove(atomic_io.stale_temporaries(folder))
@@ -104,7 +105,7 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         # The base's place may be edited; its hash decides.
         atomic_io.write_manifest(temporary, site=f"{site}.manifest", without=(BASE_RECORD,), **manifest)
         _put_in_place(temporary, folder, site)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise atomic_io.storage_error(error, folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

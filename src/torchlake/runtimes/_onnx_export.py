@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import plugins
+from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError, pip_install
 from torchlake.models.spec import EMBEDS
@@ -60,6 +60,8 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
         _check(task, model, forward(path))
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
+    except OSError as error:
+        raise atomic_io.storage_error(error, path) from error
     except Exception as error:
         words = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
         raise UsageError(

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torchlake import atomic_io
 from torchlake.models.load import is_mapped
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward
@@ -55,7 +56,10 @@ def write(onnx_graph: Path, folder: Path, *, attention_in_parts: bool = False) -
     # A .bin alone would look like a pickle to a concurrent reader of the model folder.
     (folder / GRAPH).touch()
     # The default stores weights in 16 bits.
-    openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
+    try:
+        openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
+    except RuntimeError as error:  # "basic_ios::clear" for a full disk
+        raise atomic_io.storage_error(error, folder / GRAPH) from error
 
 
 def _take_attention_apart(model: Any) -> None:

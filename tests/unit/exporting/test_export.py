@@ -1,6 +1,8 @@
 """Exports: what the other tool computes with the folder is what the model computes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,26 @@ from torchlake.errors import DataError, OutputError, UnsafeError, UsageError
 from torchlake.exporting import sentence_transformers
 from torchlake.runtimes import _openvino
 
+ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import torchlake as tl
+from torchlake.errors import StorageError
+from torchlake.runtimes import _openvino
+
+model, exported, out = map(Path, sys.argv[1:])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may be larger, as if the disk were full
+for write in (
+    lambda: tl.export(model, out / "onnx", format="onnx"),
+    lambda: tl.export(model, out / "transformers", format="transformers"),
+    lambda: _openvino.write(exported / "model.onnx", out),
+):
+    try:
+        write()
+    except StorageError as error:
+        print(error)
+"""
 TEXTS = ["a good film", "the bad film is a bad film, bad and long", "good", "the plot is thin but a good good film"]
 
 
@@ -194,6 +216,16 @@ def test_a_kill_leaves_no_torn_folder(encoder: Path, tmp_path: Path, monkeypatch
     with pytest.raises(Exception, match="space"):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="mean")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder"]
+
+
+def test_a_full_disk_is_named_whatever_library_writes(tiny_model: Path, tmp_path: Path) -> None:
+    exported, out = tl.export(tiny_model, tmp_path / "graph", format="onnx"), tmp_path / "out"
+    out.mkdir()
+    words = [sys.executable, "-c", ON_A_FULL_DISK, tiny_model, exported, out]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == 3
+    assert all("bytes are free there. Make room" in line for line in said)
+    assert {path.name for path in out.iterdir()} <= {"model.xml", "model.bin"}  # of the writer without its folder
 
 
 def test_the_command(encoder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
