@@ -88,11 +88,12 @@ def test_text_files_have_them_too(tmp_path: Path) -> None:
 
 def test_a_folder_that_has_an_equals_sign_is_only_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"run": "a"}, 0)
+    pq.write_table(pa.table({"id": [8]}), tmp_path / "first.parquet")
     pq.write_table(pa.table({"id": [9]}), tmp_path / "x=y.parquet")
     with caplog.at_level(logging.WARNING):
         table = open_table(tmp_path)
     assert table.schema.names == ["id"]
-    assert "not all files have the same ones" in caplog.text
+    assert "folders such as 'run=a' are not read as columns: not all files have the same ones" in caplog.text
     assert open_table(tmp_path / "x=y.parquet").schema.names == ["id"]
     assert open_table([tmp_path / "x=y.parquet", tmp_path / "run=a"]).schema.names == ["id"]
 

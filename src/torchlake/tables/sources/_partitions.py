@@ -21,7 +21,8 @@ def partitions_of(names: Sequence[str]) -> tuple[pa.Schema, list[dict[str, str |
     keys = [tuple(name for name, _ in pairs) for pairs in values]
     if len({*keys}) != 1 or len({*keys[0]}) != len(keys[0]):
         if any(keys):
-            log.warning("folders such as %r are not read as columns: not all files have the same ones", names[0])
+            folder = next(name for name, pairs in zip(names, values, strict=True) if pairs).rpartition("/")[0]
+            log.warning("folders such as %r are not read as columns: not all files have the same ones", folder)
         return pa.schema([]), [{} for _ in names]
     found = [{name: None if text == NULL else text for name, text in pairs} for pairs in values]
     return pa.schema([(name, _type([one[name] for one in found])) for name in keys[0]]), found
