@@ -197,6 +197,9 @@ def test_each_metric_of_each_task_says_which_model_is_worse(kind: str, tmp_path:
         assert metric in sums.METRICS
         assert len(worse.worse(metric)) == 1
         assert better.worse(metric) == []
+    if kind == "ranks":
+        values = {one.metric: one.value for one in worse.differences}
+        assert values == {"recall_at_1": 0.25, "recall_at_10": 0.25, "mrr_at_10": 0.25}, "a rank of 20 counts nothing"
 
 
 def test_an_undefined_metric_does_not_pass_in_silence(truth: np.ndarray, tmp_path: Path) -> None:

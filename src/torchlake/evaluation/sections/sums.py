@@ -17,7 +17,7 @@ RESAMPLED_NUMBERS = 200_000_000
 "Rows drawn by all resamples together, where rows cannot be drawn as counts."
 METRICS: tuple[str, ...] = (
     *("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "micro_f1", "subset_accuracy", "mae", "rmse"),
-    *("precision", "recall", "f1", "exact_match", "token_f1", "recall_at_1", "recall_at_10", "mrr", "loss"),
+    *("precision", "recall", "f1", "exact_match", "token_f1", "recall_at_1", "recall_at_10", "mrr_at_10", "loss"),
 )
 "All metrics that are compared, of any task."
 Finish = Callable[[np.ndarray, int], dict[str, float]]
@@ -78,7 +78,7 @@ def groups_of(sides: Sequence[JudgedRows]) -> Iterator[SumGroup]:
         yield SumGroup(every, [np.stack([side.numbers("right")], axis=1) for side in sides], _exact)
     losses = [side.numbers("loss") for side in sides]
     if kind == "vectors" and sides[0].right is not None:
-        yield SumGroup(every, [np.stack([one == 1, one <= 10, 1 / one], axis=1) for one in losses], _found)
+        yield SumGroup(every, [np.stack([one == 1, one <= 10, (one <= 10) / one], axis=1) for one in losses], _found)
         return
     yield SumGroup(every, [np.stack([one, one**2], axis=1) for one in losses], FINISH_LOSS.get(kind, _loss))
 
@@ -128,7 +128,7 @@ def _span_metrics(sums: np.ndarray, rows: int) -> dict[str, float]:
 
 
 def _found(sums: np.ndarray, rows: int) -> dict[str, float]:
-    names = ("recall_at_1", "recall_at_10", "mrr")
+    names = ("recall_at_1", "recall_at_10", "mrr_at_10")
     return {name: float(one / rows) for name, one in zip(names, sums, strict=True)}
 
 
