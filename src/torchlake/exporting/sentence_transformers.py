@@ -24,6 +24,12 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
     choices = get_args(Pooling)
     layout = (model / MODULES).is_file()
     how = read_embedding(model)
+    architecture = read_head(model).architecture
+    if architecture.endswith(HEADS):
+        raise UsageError(
+            f"{model}: is a {architecture}, whose head does not return embeddings. The format sentence-transformers is "
+            "for encoders: a classifier can be exported as onnx or openvino."
+        )
     if not layout and pooling is None:
         raise UsageError(
             f"{model}: the folder does not say how token states become one vector. Set pooling "
@@ -32,12 +38,6 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
     if layout and pooling is not None and how.poolings != (pooling,):
         raise UsageError(
             f"{model}: the model was trained with {' and '.join(how.poolings)} pooling. Leave pooling out."
-        )
-    architecture = read_head(model).architecture
-    if architecture.endswith(HEADS):
-        raise UsageError(
-            f"{model}: is a {architecture}, whose head does not return embeddings. The format sentence-transformers is "
-            "for encoders: a classifier can be exported as onnx or openvino."
         )
     for pattern in ("config.json", "*.safetensors", INDEX, *TOKENIZER_FILES, *FILES):
         for path in model.glob(pattern):

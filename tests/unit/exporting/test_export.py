@@ -183,8 +183,9 @@ def test_other_modules_are_refused(encoder: Path, tmp_path: Path, modules: list[
 
 
 def test_a_model_that_a_format_does_not_support_is_refused(tiny_model: Path, tiny_gpt2: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="whose head does not return embeddings"):
-        tl.export(tiny_model, tmp_path / "out", format="sentence-transformers", pooling="mean")
+    for pooling in ("mean", None):
+        with pytest.raises(UsageError, match="whose head does not return embeddings"):
+            tl.export(tiny_model, tmp_path / "out", format="sentence-transformers", pooling=pooling)
     with pytest.raises(UsageError, match="the model's task is text_generation"):
         tl.export(tiny_gpt2, tmp_path / "out", format="onnx")
     with pytest.raises(UsageError, match="pooling applies to the format sentence-transformers"):
