@@ -101,21 +101,25 @@ def find_traits(
         isolates=isolates,
         first_token_part=None
         if task.packs or "input_ids" not in batch
-        else kernels.find_first_token_part(model, task, _of_several_lengths(batches, task, made, processor, spec)),
+        else _first_token_part(model, task, batches, made, processor, spec),
         after_head=task.find_chunks(base, rows[1], tokens=train.micro_batch_tokens) if chunked else None,
     )
 
 
-def _of_several_lengths(
-    alone: list[probes.Batch], task: Any, made: Features, processor: Any, spec: TaskSpec
-) -> list[probes.Batch]:
-    """Return each row alone, both, and the longer one without its second token.
+def _first_token_part(
+    model: nn.Module, task: Any, alone: list[probes.Batch], made: Features, processor: Any, spec: TaskSpec
+) -> str | None:
+    """Return what `kernels.find_first_token_part` finds with each row alone and both, and if that is a module, also
+    with the longer row without its second token.
 
     Longformer adds padding to its window and removes it after the last layer, which rows of whole windows do not show.
     """
+    both = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
+    if kernels.find_first_token_part(model, task, [*alone, both]) is None:
+        return None
     tokens = probes.padded_arrays(task, made, processor, spec)
     shorter = {name: np.delete(each, 1, axis=1) if name in tokens else each for name, each in alone[1].items()}
-    return [*alone, task.checked_batch(made.arrays, np.arange(len(made)), processor, spec), shorter]
+    return kernels.find_first_token_part(model, task, [both, shorter])
 
 
 def try_task(model: nn.Module, task: Any, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
