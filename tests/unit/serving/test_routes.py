@@ -22,10 +22,11 @@ import tiny
 import torchlake as tl
 from scoring_runs import near
 from serving_runs import Running, running
+from torchlake.models.spec import load_spec
 from torchlake.models.write import quiet
 from torchlake.serving.asgi import routes
 from torchlake.serving.exchange import Refused
-from torchlake.serving.protocols.rows import _others, without_data
+from torchlake.serving.protocols.rows import _from_parquet, _others, without_data
 from training_runs import Inline
 
 TEXTS = ["good film", "a bore", "", "good " * 200, "\ud800", "good film"]
@@ -202,6 +203,10 @@ def test_tables_that_cannot_be_read_are_mistakes_of_the_client(classes: Running,
     assert (response.status_code, response.json()["error_code"]) == (400, "BAD_REQUEST")
 
 
+def as_json(strings: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.json_(strings.type), strings)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -209,8 +214,11 @@ def test_tables_that_cannot_be_read_are_mistakes_of_the_client(classes: Running,
         lambda: pa.array([["a" * 1_700_000]] * 40),
         lambda: pa.array([{"bytes": b"a" * 1_700_000, "path": None}] * 40),
         lambda: pa.array([["a"] * 2_000_000]),
+        lambda: as_json(pa.array(["a" * 1_700_000] * 40)),
+        lambda: pa.ListArray.from_arrays(pa.array(range(41), pa.int32()), as_json(pa.array(["a" * 1_700_000] * 40))),
+        lambda: pa.array([[("a", "a" * 1_700_000)]] * 40, pa.map_(pa.string(), pa.string())),
     ],
-    ids=["view", "list", "struct", "many"],
+    ids=["view", "list", "struct", "many", "json", "list of json", "map"],
 )
 def test_parquet_files_that_would_grow_in_other_types_are_refused(
     classes: Running, values: Callable[[], pa.Array]
@@ -219,6 +227,23 @@ def test_parquet_files_that_would_grow_in_other_types_are_refused(
     assert len(body) < 10_000
     response = classes.client.post("/invocations", content=body, headers=headers)
     assert (response.status_code, "more than 64" in response.text or "much larger" in response.text) == (413, True)
+
+
+def test_only_the_columns_that_are_read_count(classes: Running) -> None:
+    """Also beside one whose name begins with theirs."""
+    rows = pa.table({"text": ["good"] * 40, "text2": [[0] * 30_000] * 40})
+    body = io.BytesIO()
+    pq.write_table(rows, body)
+    headers = {"content-type": "application/x-parquet"}
+    response = classes.client.post("/invocations", content=body.getvalue(), headers=headers)
+    assert (response.status_code, len(response.json()["predictions"])) == (200, 40)
+
+
+@pytest.mark.parametrize("kind", [pa.map_(pa.string(), pa.string()), pa.map_(pa.string(), pa.int64())], ids=str)
+def test_maps_are_read(kind: pa.DataType, tiny_model: Path) -> None:
+    value = ("k", "v") if pa.types.is_string(kind.item_type) else ("k", 1)
+    body = parquet(pa.array([[value], []], kind))
+    assert _from_parquet(body, load_spec(tiny_model, "text_classification"), 10) == {"text": [[value], []]}
 
 
 def test_words_that_are_not_unicode_are_errors_of_their_rows() -> None:

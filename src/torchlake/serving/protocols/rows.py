@@ -191,13 +191,14 @@ def _from_parquet(body: bytes, spec: TaskSpec, limit: int) -> dict[str, Any]:
         groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
         most, size = 64 * max(len(body), 1 << 20), sum(group.total_byte_size for group in groups)
         parts = [group.column(at) for group in groups for at in range(group.num_columns)]
-        read = [part for part in parts if part.path_in_schema.startswith((*names,))]
+        read = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in names)]
         size += sum(64 * part.num_values for part in read)  # a list of one row may have millions
         if size > most:
             raise Refused(413, f"the Parquet file holds {size:,} bytes, more than 64 times its size")
         # First with strings in dictionaries, to know their length: one long value may stand in every row.
         strings = [part.path_in_schema for part in read if part.physical_type == "BYTE_ARRAY"]
-        table = pq.read_table(io.BytesIO(body), columns=names, read_dictionary=strings, use_threads=False)
+        kept: dict[str, Any] = {"read_dictionary": strings, "arrow_extensions_enabled": False}  # arrow.json is a string
+        table = pq.read_table(io.BytesIO(body), columns=names, use_threads=False, **kept)
         for name in names:
             if sum(_bytes_of_strings(chunk) for chunk in table[name].chunks) > most:
                 raise Refused(413, f"{name}: its values are much larger than the body")
@@ -211,6 +212,8 @@ def _bytes_of_strings(array: pa.Array) -> int:
     """Return how many bytes the strings of dictionaries have at most, also those in lists and structs."""
     if pa.types.is_dictionary(array.type):
         return len(array) * (pa.compute.max(pa.compute.binary_length(array.dictionary)).as_py() or 0)
+    if pa.types.is_map(array.type):
+        return _bytes_of_strings(array.keys) + _bytes_of_strings(array.items)
     if not pa.types.is_nested(array.type):
         return 0
     flat = array.flatten()  # a list for each field of structs
