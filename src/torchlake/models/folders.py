@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
@@ -73,7 +73,7 @@ def model_folder(model: str | Path) -> Path:
 
     Raises DataError if there is no such model here or on the hub, or if the run has no model yet.
     """
-    folder = Path(local_path(model)).expanduser()
+    folder = Path(os.path.expanduser(local_path(model)))
     if _is_folder(folder):
         return _model_of_run(folder)
     name = str(model)
@@ -188,6 +188,11 @@ def model_hash(folder: str | Path) -> str:
     return _hash_files(model_folder(folder), DECIDING_FILES)
 
 
+def files_of(folder: Path, patterns: Sequence[str] = DECIDING_FILES) -> set[Path]:
+    """Return the files of a folder that match the patterns; by default those of `model_hash`."""
+    return {path for pattern in patterns for path in folder.glob(pattern)}
+
+
 def check_hash(folder: str | Path, expected: str) -> None:
     """Raise FingerprintError if a model is not the one with this hash: another one is at its path now."""
     if model_hash(folder) != expected:
@@ -284,7 +289,7 @@ def file_hash(path: Path) -> str:
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
-    names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
+    names = sorted(path.relative_to(folder).as_posix() for path in files_of(folder, patterns))
     return atomic_io.digest({name: _content_hash(folder / name) for name in names})
 
 

@@ -172,7 +172,8 @@ def identity(source: str) -> tuple[Any, ...] | None:
     """Return what tells a model folder from another one at the same path; None while there is none."""
     try:
         folder = Path(folders.model_folder(source)).resolve()
-        parts = [(str(path), path.stat()) for path in folder.rglob("*") if path.is_file()]  # modules have folders
+        beside = {path for path in folder.iterdir() if path.is_file()}  # such as the runtime that optimize chose
+        parts = [(str(path), path.stat()) for path in beside | folders.files_of(folder)]
     except (TorchlakeError, OSError):
         return None
     return str(folder), *sorted((name, it.st_ino, it.st_size, it.st_ctime_ns) for name, it in parts)
