@@ -84,12 +84,16 @@ def _printed(text: str, out: TextIO, outcome: Outcome) -> Outcome:
 def _run(words: list[str]) -> Outcome:
     """Parse and run; turn every exception into an outcome."""
     try:
-        _check_current_folder()
         # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
         work = program.main(words, prog_name="torchlake", standalone_mode=False)
         if work == 128 + signal.SIGINT:
             raise stop_in_parsing()
-        return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
+        if not callable(work):
+            return Outcome(values={}, lines=(), exit_code=int(work or 0))
+        if words[:1] not in (["version"], ["schema"]):
+            _check_current_folder()
+        outcome: Outcome = work()
+        return outcome
     except typer.TyperException as error:
         refused = _wrong_value(error)
         if refused is not None:

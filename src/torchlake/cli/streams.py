@@ -16,6 +16,8 @@ from torchlake.errors import StorageError
 
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 "The names and modes of the file descriptors 0, 1 and 2."
+ERRORS = "backslashreplace"
+"How letters that are not Unicode are written, as Python does on standard error."
 
 
 def open_missing() -> None:
@@ -30,14 +32,14 @@ def open_missing() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest number that is free
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors=ERRORS, closefd=False))
 
 
 @contextmanager
 def result_stream(as_json: bool) -> Iterator[TextIO]:
     """Yield the stream for the result. Under --json all other output to descriptor 1 goes to standard error."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # names come from files and tables, workers' lines from users
+        sys.stdout.reconfigure(errors=ERRORS)  # names come from files and tables, workers' lines from users
     if not as_json:
         yield sys.stdout
         return

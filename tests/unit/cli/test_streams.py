@@ -68,6 +68,13 @@ def test_results_are_written_when_only_the_other_streams_are_closed() -> None:
     assert json.loads(shell("<&- 2>&-", "version", "--json").stdout)
 
 
+def test_a_message_that_is_not_unicode_keeps_its_exit_code_if_standard_error_is_closed() -> None:
+    for words, code in ((["train", b"job\xff.yaml"], 65), (["verify", b"--nonsense\xff"], 64)):
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *RUN, *words, "--json"]
+        done = subprocess.run(command, capture_output=True, check=False)
+        assert done.returncode == json.loads(done.stdout)["error"]["exit_code"] == code
+
+
 def test_a_python_without_standard_error_shows_no_progress(tiny_model: Path, table: Path, tmp_path: Path) -> None:
     code = "import sys, torchlake as tl; sys.stderr = None; tl.predict(*sys.argv[1:], key='id')"
     words = [sys.executable, "-c", code, tiny_model, table, tmp_path / "out"]
@@ -77,13 +84,19 @@ def test_a_python_without_standard_error_shows_no_progress(tiny_model: Path, tab
 
 def test_a_current_folder_that_was_removed_is_named(table: Path, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    gone.mkdir()
     line = f'cd "{gone}" && rmdir "{gone}" && exec "$@"'
     code = "import sys; from torchlake.cli.main import main; sys.exit(main())"  # -m looks into the folder itself
-    words = [sys.executable, "-c", code, "predict", "model", str(table), "out"]
-    done = subprocess.run(["sh", "-c", line, "sh", *words], capture_output=True, text=True, check=False)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        gone.mkdir()
+        command = ["sh", "-c", line, "sh", sys.executable, "-c", code, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("predict", "model", str(table), "out")
     assert done.returncode == 64
     assert done.stderr == "error: the current folder was removed. Change to another one, and run it again.\n"
+    for words in (["version", "--json"], ["--version"], ["schema"], ["predict", "--help"]):  # they read no folder
+        assert run(*words).returncode == 0
 
 
 def test_a_name_that_is_not_utf8_is_refused(tiny_model: Path, table: Path, tmp_path: Path) -> None:
