@@ -182,14 +182,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def storage_error(error: Exception, path: Path, needed: int | None = None) -> StorageError:
-    """Return an error with the path, the cause, the bytes needed and free, and what to do.
+def error_number(error: Exception) -> int | None:
+    """Return the operating system's number of an error; libraries in Rust have it in their message."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1])
 
-    Libraries that write files themselves have errors of their own, without a number.
-    """
+
+def storage_error(error: Exception, path: Path, needed: int | None = None) -> StorageError:
+    """Return an error with the path, the cause, the bytes needed and free, and what to do."""
     again = "run the same command again: finished work is kept."
-    number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
-    if number in WRONG_PATH:
+    reason = getattr(error, "strerror", None) or error
+    if error_number(error) in WRONG_PATH:
         return StorageError(f"{path}: {reason}. Name another folder, or make this one writable, and {again}")
     existing = next((parent for parent in [path, *path.parents] if os.path.exists(parent)), Path("/"))
     free = shutil.disk_usage(existing).free

@@ -45,7 +45,8 @@ PIPE_CLOSED = 128 + signal.SIGPIPE
 "The exit status of other tools whose output is not read to its end."
 KEEPING = ("train", "tune", "predict", "rank", "demo")
 "Commands that keep what was finished when they are stopped."
-STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STORAGE_ERRORS = (*FULL, errno.EIO, errno.ESTALE)
 REMEDIES = {
     errno.EACCES: "Change its permissions or those of the folders above it, or name another path.",
     errno.EPERM: "Change its permissions or those of the folders above it, or name another path.",
@@ -195,9 +196,9 @@ def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | N
     """
     number, path = error.errno, "" if error.filename is None else os.fsdecode(error.filename)
     reason = error.strerror or str(error)
-    if number in STORAGE_ERRORS:
-        if path:
-            return atomic_io.storage_error(error, Path(path))
+    if number in STORAGE_ERRORS and path:
+        return atomic_io.storage_error(error, Path(path))
+    if number in FULL:
         return StorageError(f"{reason}. Make room, and run it again.")
     if number in REMEDIES and (path or reason != os.strerror(number)):  # pyarrow puts the path into the message
         remedy = REMEDIES[number]

@@ -9,6 +9,7 @@ classes does not grow with the table. p values are Holm-corrected if several mod
 """
 
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -153,10 +154,10 @@ def compare(
     folder = None if report is None else output_path(report)
     with ExitStack() as stack:
         if table is None:
-            folders = [_evaluation_of(Path(local_path(model)).expanduser()) for model in models]
+            folders = [_evaluation_of(Path(os.path.expanduser(local_path(model)))) for model in models]
         else:
             place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchlake-compare-")))
-            folders = [place / f"{at}-{Path(model).name}" for at, model in enumerate(models, start=1)]
+            folders = [place / f"{at}-{Path(local_path(model)).name}" for at, model in enumerate(models, start=1)]
             named = {} if key is None else {"key": key}
             for model, one in zip(models, folders, strict=True):
                 _evaluated(model, table, one, named)

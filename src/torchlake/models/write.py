@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from safetensors import SafetensorError
 
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
+from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
 from torchlake.models.config import NO_TOKEN, OWN_MODEL_TYPE
 from torchlake.models.folders import BASE_RECORD
@@ -105,7 +105,11 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         # The base's place may be edited; its hash decides.
         atomic_io.write_manifest(temporary, site=f"{site}.manifest", without=(BASE_RECORD,), **manifest)
         _put_in_place(temporary, folder, site)
-    except (OSError, SafetensorError) as error:
+    except TorchlakeError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and atomic_io.error_number(error) is None:
+            raise
         raise atomic_io.storage_error(error, folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -60,9 +60,9 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
         _check(task, model, forward(path))
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
-    except OSError as error:
-        raise atomic_io.storage_error(error, path) from error
     except Exception as error:
+        if atomic_io.error_number(error) is not None:
+            raise atomic_io.storage_error(error, path) from error
         words = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
         raise UsageError(
             f"{folder}: the architecture {model.config.model_type!r} cannot be exported to ONNX ({words}). Use "

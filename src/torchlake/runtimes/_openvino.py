@@ -58,7 +58,9 @@ def write(onnx_graph: Path, folder: Path, *, attention_in_parts: bool = False) -
     # The default stores weights in 16 bits.
     try:
         openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
-    except RuntimeError as error:  # "basic_ios::clear" for a full disk
+    except RuntimeError as error:
+        if "basic_ios" not in str(error):  # what C++ says when a file cannot be written
+            raise
         raise atomic_io.storage_error(error, folder / GRAPH) from error
 
 

@@ -117,7 +117,7 @@ def _is_unicode(value: Any) -> bool:
     """Return whether all strings are, also those in lists and mappings."""
     if not isinstance(value, str):
         parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-        return not isinstance(parts, list | tuple) or all(map(_is_unicode, parts))
+        return not isinstance(parts, Iterable) or all(map(_is_unicode, parts))
     try:
         value.encode()
     except UnicodeEncodeError:  # an unpaired surrogate

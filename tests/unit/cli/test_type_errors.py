@@ -271,6 +271,7 @@ def test_a_value_of_another_type_as_a_place_is_refused_by_name(value: Any, tmp_p
         lambda: tl.map(worker, one, tmp_path / "out", schema=3),  # type: ignore[arg-type]
         lambda: tl.evaluate(value, one),
         lambda: tl.compare(value, value),
+        lambda: tl.compare(value, value, table=one),
         lambda: tl.verify(value),
         lambda: tl.open(value),
         lambda: tl.report(value),
@@ -288,5 +289,7 @@ def test_a_space_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
 
 
 def test_compared_folders_may_be_urls_of_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="~no_such_user/run: has no "):
+        tl.compare("~no_such_user/run", tmp_path)
     with pytest.raises(UsageError, match=re.escape(f"{tmp_path}: has no ")):
         tl.compare(tmp_path.as_uri(), tmp_path.as_uri())

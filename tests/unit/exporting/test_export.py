@@ -27,7 +27,15 @@ import resource, signal, sys
 from pathlib import Path
 import torchlake as tl
 from torchlake.errors import StorageError
+from torchlake.models.write import new_folder
 from torchlake.runtimes import _openvino
+from transformers import AutoTokenizer
+
+def _save_tokenizer(folder):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"word{number}" for number in range(1000)])
+    with new_folder(folder, site="model") as place:
+        tokenizer.save_pretrained(place)
 
 model, exported, out = map(Path, sys.argv[1:])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -36,6 +44,7 @@ for write in (
     lambda: tl.export(model, out / "onnx", format="onnx"),
     lambda: tl.export(model, out / "transformers", format="transformers"),
     lambda: _openvino.write(exported / "model.onnx", out),
+    lambda: _save_tokenizer(out / "tokenizer"),
 ):
     try:
         write()
@@ -224,7 +233,7 @@ def test_a_full_disk_is_named_whatever_library_writes(tiny_model: Path, tmp_path
     out.mkdir()
     words = [sys.executable, "-c", ON_A_FULL_DISK, tiny_model, exported, out]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(said) == 3
+    assert len(said) == 4
     assert all("bytes are free there. Make room" in line for line in said)
     assert {path.name for path in out.iterdir()} <= {"model.xml", "model.bin"}  # of the writer without its folder
 
